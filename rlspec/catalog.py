@@ -1,0 +1,88 @@
+"""The data that specs name: models and contracts, the user's own first, then the shipped ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlspec import document, schema
+from rlspec.errors import SpecError
+from rlspec.model import Problem
+
+SHIPPED = Path(__file__).parent / "specs"
+FOLDERS = ("models", "workloads", "contracts")
+SCHEMAS = {"models": "model", "contracts": "contract"}
+_HUGGINGFACE = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden_size",
+    "vocab_size": "vocabulary_size",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "model_type": "model_type",
+}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def home(near: Path) -> Path | None:
+    """The nearest folder at or above `near` that holds catalog folders, not above the repository's top."""
+    for folder in (near, *near.parents):
+        if any((folder / name).is_dir() for name in FOLDERS):
+            return folder
+        if (folder / ".git").exists():
+            return None
+    return None
+
+
+def entries(folder: str, near: Path) -> dict[str, Path]:
+    """Name to file of all entries of `folder` that a spec in the folder `near` can name."""
+    found: dict[str, Path] = {}
+    for place in (SHIPPED, home(near)):
+        if place is not None:
+            found.update({path.stem: path for path in sorted((place / folder).glob("*.yaml"))})
+    return found
+
+
+def find(folder: str, name: str, near: Path) -> Path | None:
+    """The file of an entry given by name, or by a path relative to `near`."""
+    if "/" in name or name.endswith((".yaml", ".json")):
+        path = near / name
+        return path if path.is_file() else None
+    return entries(folder, near).get(name)
+
+
+def checked(folder: str, path: Path) -> tuple[Any, list[Problem]]:
+    """An entry's data with its problems against the schema of its folder."""
+    read, problems = document.read(path)
+    if read is None:
+        return None, problems
+    return read.data, schema.check(read, SCHEMAS[folder])
+
+
+def model(name: str, near: Path) -> dict[str, Any]:
+    """A model entry, or what a Hugging Face config.json says of the same. Raises SpecError."""
+    path = find("models", name, near)
+    if path is None:
+        raise SpecError(f"unknown model {name!r}; {schema.suggestion(name, entries('models', near))}")
+    if path.suffix == ".json":
+        return _from_config(path)
+    data, problems = checked("models", path)
+    if problems:
+        first = problems[0]
+        raise SpecError(f"{first.path}:{first.line}:{first.column}: {first.message}")
+    return dict(data)
+
+
+def _from_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: not a readable config.json: {error}") from None
+    if not isinstance(config, dict):
+        raise SpecError(f"{path}: a config.json holds one object")
+    fields: dict[str, Any] = {ours: config[theirs] for theirs, ours in _HUGGINGFACE.items() if theirs in config}
+    for key in _EXPERTS:
+        if key in config:
+            fields["experts"] = {"count": config[key]}
+    return {"name": path.parent.name or "model", **fields}

@@ -1,0 +1,130 @@
+"""Lint rules and parsing that every kind shares."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from rlspec import contract, plan, schema
+from rlspec.document import escape
+from rlspec.errors import SpecError
+from rlspec.model import Document, Expect, Problem, Severity
+
+Rule = Callable[[Document, dict[str, Any]], Iterator[Problem]]
+PLACEHOLDER = re.compile(r"<[A-Za-z][A-Za-z0-9 _./-]*>")
+CONTRACTS = {"correctness": "training", "performance": "training", "parity": "ws1"}
+STANDARD: dict[str, tuple[str, ...]] = {
+    "correctness": ("drift",),
+    "performance": ("step_time", "throughput", "peak_memory"),
+    "parity": ("max_abs_dlogp", "mean_abs_dlogp", "approx_kl", "clip_fraction", "sequence_outliers"),
+}
+
+
+def at(
+    document: Document, pointer: str, rule: str, message: str, hint: str = "", *, severity: Severity = "error"
+) -> Problem:
+    line, column = schema.place(document, pointer)
+    return Problem(
+        rule=rule,
+        path=document.path,
+        line=line,
+        column=column,
+        message=message,
+        pointer=pointer,
+        hint=hint,
+        severity=severity,
+    )
+
+
+def apply(document: Document, rules: Sequence[tuple[Rule, tuple[str, ...]]], broken: set[str]) -> list[Problem]:
+    """Findings of the rules that read no broken key, and of leftover placeholders anywhere."""
+    problems = list(placeholders(document, document.data, ""))
+    for rule, keys in rules:
+        if not broken & set(keys):
+            problems += rule(document, document.data)
+    return problems
+
+
+def placeholders(document: Document, value: Any, pointer: str) -> Iterator[Problem]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key != "pattern":  # the named groups of a regular expression look alike
+                yield from placeholders(document, item, f"{pointer}/{escape(key)}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from placeholders(document, item, f"{pointer}/{index}")
+    elif isinstance(value, str) and (found := PLACEHOLDER.search(value)):
+        yield at(document, pointer, "RL005", f"leftover placeholder {found.group()}", "fill it in")
+
+
+def unique_names(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for index, arm in enumerate(data["arms"]):
+        # File systems may fold case.
+        if arm["name"].lower() in seen:
+            yield at(document, f"/arms/{index}/name", "RL202", f"arm {arm['name']} stands twice")
+        seen.add(arm["name"].lower())
+
+
+def question(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    if "question" not in data:
+        hint = "one sentence, shown at the top of every report"
+        yield at(document, "", "RL228", "no question is asked", hint, severity="warning")
+
+
+def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    name = data.get("contract", CONTRACTS[data["kind"]])
+    try:
+        rows = contract.load(name, document.path.parent)
+    except SpecError as error:
+        message, _, hint = str(error).partition("; ")
+        yield at(document, "/contract", "RL201", message, hint)
+        return
+    for index, given in enumerate(data.get("judgments", STANDARD[data["kind"]])):
+        for check in row_names(given):
+            try:
+                rows.resolve(check, "*", data.get("dtype", "bf16"))
+            except SpecError as error:
+                yield at(document, f"/judgments/{index}", "RL224", str(error))
+
+
+def row_names(given: str | dict[str, Any]) -> list[str]:
+    """The contract rows that a judgment needs."""
+    if isinstance(given, str):
+        return [given]
+    if given.get("judge") == "calibrated":
+        return [f"{given['check']}_calibrated_{count}" for count in (3, 4, 5)]
+    return [given["check"]]
+
+
+def shared(document: Document) -> dict[str, Any]:
+    """The fields of a Spec that all kinds fill in the same way."""
+    data = document.data
+    expect = data.get("expect")
+    return {
+        "kind": data["kind"],
+        "name": data.get("name") or default_name(document),
+        "path": document.path,
+        "digest": document.digest,
+        "question": data.get("question", ""),
+        "data": data,
+        "time_limit": plan.seconds(data.get("time_limit")),
+        "requires": data.get("requires", {}),
+        "expect": None if expect is None else Expect(**({"status": expect} if isinstance(expect, str) else expect)),
+    }
+
+
+def default_name(document: Document) -> str:
+    """The path below `specs/` without suffix, or the file's stem."""
+    parts = document.path.resolve().with_suffix("").parts
+    if "specs" in parts:
+        below = parts[len(parts) - parts[::-1].index("specs") :]
+        return "/".join(below) or parts[-1]
+    return parts[-1]
+
+
+def is_python(word: str) -> bool:
+    return word == "{python}" or PurePath(word).name.startswith("python")
+

@@ -1,0 +1,56 @@
+"""Does a change train like the base, within what two base runs differ by?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rlspec import drift, plan
+from rlspec.checks import training
+from rlspec.contract import Contract
+from rlspec.model import Arm, Document, Judgment, Problem, Result, Spec, Step, Verdict
+
+
+def lint(document: Document, broken: Iterable[str]) -> list[Problem]:
+    return training.lint(document, broken)
+
+
+def parse(document: Document) -> Spec:
+    return training.parse(document)
+
+
+def expand(spec: Spec, workspace: Path, logging: Path) -> tuple[Step, ...]:
+    return plan.steps(spec, workspace, logging)
+
+
+def judge(spec: Spec, results: Sequence[Result], contract: Contract) -> list[Verdict]:
+    """One drift verdict a metric. An arm that left nothing behind makes every one an ERROR."""
+    failures = [f"arm {result.arm.name}: {result.failure}" for result in results if result.failure]
+    judgments = [one for judgment in spec.judgments for one in _metrics(spec, judgment, results)]
+    if failures or any(result.run is None for result in results):
+        reason = "; ".join(failures) or "an arm has not run"
+        return [Verdict(judgment="drift", subject=j.metric or "*", status="ERROR", reason=reason) for j in judgments]
+    runs = [result.run for result in results if result.run is not None]
+    return [drift.judge_drift(j, runs, lambda name: contract.resolve(name, j.metric or "*")) for j in judgments]
+
+
+def _metrics(spec: Spec, judgment: Judgment, results: Sequence[Result]) -> list[Judgment]:
+    """A judgment that names no metric stands for every usual one that a run prints."""
+    if judgment.metric is not None:
+        return [judgment]
+    usual = training.default_metrics(spec.data)
+    runs = [result.run for result in results if result.run is not None]
+    found = drift.default_metrics(usual, runs) or usual[:1]
+    return [dataclasses.replace(judgment, metric=metric) for metric in found]
+
+
+def more(spec: Spec, verdicts: Sequence[Verdict]) -> Arm | None:
+    """A further base arm where a verdict in the grey band asks for one."""
+    bases = sum(arm.role == "base" for arm in spec.arms)
+    by_metric = {judgment.metric: judgment for judgment in spec.judgments}
+    for verdict in verdicts:
+        judgment = by_metric.get(verdict.subject) or by_metric.get(None)
+        if judgment is not None and drift.wants_base_run(judgment, verdict, bases):
+            return plan.base_copy(spec)
+    return None

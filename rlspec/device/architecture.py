@@ -1,0 +1,193 @@
+"""What the decoder must know of a model, read from a model entry or a Hugging Face config.json; no torch.
+
+Every key must be one that the decoder implements, one that asks for what it does anyway, or one that does not change
+the model. Any other key is refused by its name, so that a model is never silently run as another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+# Keys of our model entries -> those of config.json.
+_ENTRY = {
+    "layers": "num_hidden_layers",
+    "vocabulary_size": "vocab_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+}
+_EXPERTS = {
+    "count": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "intermediate_size": "moe_intermediate_size",
+    "normalised": "norm_topk_prob",
+}
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "model_type": ("qwen3", "qwen3_moe"),
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "attention_dropout": (0, None),
+    "qk_norm": (True,),
+    "rope_scaling": (None,),
+    "use_sliding_window": (False, None),
+    "mlp_only_layers": ([], None),
+    "decoder_sparse_step": (1, None),
+}
+_WITHOUT_EFFECT = (
+    *("name", "source", "tokenizer", "load_balance_type"),
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "max_window_layers"),
+    *("output_router_logits", "router_aux_loss_coef"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """The Qwen3 family; field names as in config.json. `num_experts` 0 means dense."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every trainable tensor in the order of the forward, named as in transformers.
+
+        The experts of a layer are one tensor, gate above up, as transformers holds them since version 5.
+        """
+        hidden, width = self.hidden_size, self.head_dim
+        queries, keys = self.num_attention_heads * width, self.num_key_value_heads * width
+        attention = {
+            "input_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (queries, hidden),
+            "self_attn.k_proj.weight": (keys, hidden),
+            "self_attn.v_proj.weight": (keys, hidden),
+            "self_attn.q_norm.weight": (width,),
+            "self_attn.k_norm.weight": (width,),
+            "self_attn.o_proj.weight": (hidden, queries),
+            "post_attention_layernorm.weight": (hidden,),
+        }
+        dense = {
+            "mlp.gate_proj.weight": (self.intermediate_size, hidden),
+            "mlp.up_proj.weight": (self.intermediate_size, hidden),
+            "mlp.down_proj.weight": (hidden, self.intermediate_size),
+        }
+        sparse = {
+            "mlp.gate.weight": (self.num_experts, hidden),
+            "mlp.experts.gate_up_proj": (self.num_experts, 2 * self.moe_intermediate_size, hidden),
+            "mlp.experts.down_proj": (self.num_experts, hidden, self.moe_intermediate_size),
+        }
+        layer = {**attention, **(sparse if self.num_experts else dense)}
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for index in range(self.num_hidden_layers):
+            shapes.update({f"model.layers.{index}.{name}": shape for name, shape in layer.items()})
+        shapes["model.norm.weight"] = (hidden,)
+        if not self.tie_word_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        return shapes
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the fields as JSON with sorted keys."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+def read(source: Mapping[str, Any] | str | Path) -> Architecture:
+    """The architecture of a model entry or of a config.json (a mapping, or the path of a JSON file).
+
+    Raises ValueError with every key that is unknown, not implemented, missing or of a wrong type or size.
+    """
+    config = _flat(source if isinstance(source, Mapping) else json.loads(Path(source).read_text(encoding="utf-8")))
+    wanted = {field.name: field for field in fields(Architecture)}
+    problems = [_refusal(key, value) for key, value in config.items() if key not in wanted]
+    values = {key: value for key, value in config.items() if key in wanted}
+    problems += _missing(config)
+    problems += [
+        f"{key} is {value!r}, not {wanted[key].type}" for key, value in values.items() if not _typed(key, value)
+    ]
+    problems = [problem for problem in problems if problem]
+    if not problems:
+        architecture = Architecture(**values)
+        problems = _sizes(architecture)
+    if problems:
+        raise ValueError("the decoder cannot build this model: " + "; ".join(problems))
+    return architecture
+
+
+def _flat(source: Mapping[str, Any]) -> dict[str, Any]:
+    """One level of keys with the names of config.json; spellings of one thing become one key."""
+    config = {_ENTRY.get(key, key): value for key, value in source.items()}
+    if "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+    if isinstance(config.get("experts"), Mapping):
+        experts = config.pop("experts")
+        config.update({_EXPERTS.get(key, f"experts.{key}"): value for key, value in experts.items()})
+    if isinstance(config.get("rope_parameters"), Mapping):
+        rope = dict(config.pop("rope_parameters"))
+        if rope.pop("rope_type", "default") != "default" or set(rope) - {"rope_theta"}:
+            config["rope_parameters"] = source["rope_parameters"]
+        elif "rope_theta" in rope:
+            config["rope_theta"] = rope["rope_theta"]
+    if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
+        config.pop("sliding_window", None)
+    if set(config.get("layer_types") or ()) <= {"full_attention"}:
+        config.pop("layer_types", None)
+    return config
+
+
+def _refusal(key: str, value: Any) -> str | None:
+    if key in _WITHOUT_EFFECT or (key in _FIXED and value in _FIXED[key]):
+        return None
+    if key in _FIXED:
+        allowed = " or ".join(json.dumps(each) for each in _FIXED[key])
+        return f"{key} {json.dumps(value)} is not implemented, only {allowed}"
+    if key in ("sliding_window", "layer_types", "rope_parameters"):
+        return f"{key} {json.dumps(value)} is not implemented"
+    return f"unknown key {key}"
+
+
+def _missing(config: Mapping[str, Any]) -> list[str]:
+    needed = ["model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"]
+    needed += ["num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps"]
+    if config.get("model_type") == "qwen3_moe":
+        needed += ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"]
+    else:
+        needed += ["intermediate_size"]
+    return [f"{key} is missing" for key in needed if config.get(key) is None]
+
+
+def _typed(key: str, value: Any) -> bool:
+    kind = {field.name: field.type for field in fields(Architecture)}[key]
+    if kind == "bool":
+        return isinstance(value, bool)
+    number = isinstance(value, int) or (kind == "float" and isinstance(value, float))
+    return number and not isinstance(value, bool) and value >= 0
+
+
+def _sizes(model: Architecture) -> list[str]:
+    positive = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    problems = [f"{key} must be at least 1" for key in positive if getattr(model, key) < 1]
+    if model.head_dim < 2 or model.head_dim % 2:
+        problems.append(f"head_dim {model.head_dim} must be even")
+    if model.num_key_value_heads and model.num_attention_heads % model.num_key_value_heads:
+        heads = f"num_key_value_heads {model.num_key_value_heads}"
+        problems.append(f"{heads} must divide num_attention_heads {model.num_attention_heads}")
+    if model.num_experts and not 1 <= model.num_experts_per_tok <= model.num_experts:
+        problems.append(f"num_experts_per_tok {model.num_experts_per_tok} must be 1 to num_experts {model.num_experts}")
+    if not (model.moe_intermediate_size if model.num_experts else model.intermediate_size):
+        problems.append("the width of the feed-forward must be at least 1")
+    return problems

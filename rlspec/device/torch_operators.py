@@ -1,0 +1,111 @@
+"""Implementation `torch`: what a user of plain PyTorch has today, fused where torch fuses.
+
+It promises neither batch invariance nor reproducible gradients on a GPU; operator specs judge it like any candidate.
+Signatures: `rlspec.device.operators`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rlspec.device.operators import Dispatch, Routing, Segments
+
+
+def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+    """[B, T] int64, [V, H] -> [B, T, H]."""
+    return F.embedding(tokens, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, round_before_weight: bool = False) -> Tensor:
+    """[..., H], [H] -> [..., H]; with `round_before_weight` the order of roundings of transformers."""
+    if not round_before_weight:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[B, T, heads, D], [B, T, D/2] twice -> as x, by the rotate-half formula on doubled tables."""
+    cos, sin = (torch.cat((table, table), -1).unsqueeze(-2) for table in (cos, sin))
+    first, second = x.chunk(2, -1)
+    return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float) -> Tensor:
+    """[B, T, Hq, D], [B, S, Hkv, D] twice -> [B, T, Hq, D]: one call, causal if the rows are whole, else masked."""
+    segments.check(query, key, value)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if segments.whole:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+    covered = segments.covered[:, :, None, None]
+    # A query that sees nothing gives NaN in some backends, so pads see all and are dropped.
+    mask = (segments.mask | ~segments.covered[:, :, None]).unsqueeze(1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
+    return torch.where(covered, out, 0)
+
+
+def det_gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """[..., K], [N, K] -> [..., N]; the name is the operator's, nothing here is determined by design."""
+    return F.linear(x, weight)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x · sigmoid(x)."""
+    return F.silu(x)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, rounded after each."""
+    return F.silu(gate) * up
+
+
+def residual_add(residual: Tensor, x: Tensor) -> Tensor:
+    """residual + x, x promoted to the dtype of the residual."""
+    return residual + x
+
+
+def lm_head(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """[..., H], [V, H] -> [..., V]: a product in `out_dtype`."""
+    return F.linear(x.to(out_dtype), weight.to(out_dtype))
+
+
+def logprob(logits: Tensor, targets: Tensor) -> Tensor:
+    """[..., V], [...] int64 -> [...] fp32."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.log_softmax(wide, -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def router(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    top_k: int,
+    normalise: bool,
+    logits_dtype: torch.dtype,
+    choice: Tensor | None = None,
+) -> Routing:
+    """[N, H], [E, H] -> as the reference, but `torch.topk` leaves open which of equal scores comes first."""
+    logits = F.linear(x.to(logits_dtype), weight.to(logits_dtype))
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    probabilities = F.softmax(logits, -1, dtype=wide)
+    if choice is None:
+        choice = probabilities.detach().topk(top_k, -1).indices
+    weights = probabilities.gather(-1, choice)
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(probabilities, weights, choice)
+
+
+def grouped_gemm(rows: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
+    """[M, K], [E, N, K] -> [M, N]: a loop over the experts."""
+    parts = zip(rows.split(dispatch.sizes), weight.unbind(0), strict=True)
+    return torch.cat([F.linear(part, expert) for part, expert in parts])
+
+
+def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
+    """[M, H], [N, k] -> [N, H] by `index_add`, experts ascending on a CPU and in any order on a GPU."""
+    scaled = rows * weights.flatten()[dispatch.order].unsqueeze(-1)
+    total = torch.zeros(len(weights), rows.shape[1], dtype=scaled.dtype, device=rows.device)
+    return total.index_add(0, dispatch.tokens, scaled).to(rows.dtype)

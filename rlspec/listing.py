@@ -1,0 +1,130 @@
+"""`rlspec list`, `explain` and `doctor`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rlspec import catalog, contract, linting, logs, machine, runs, schema
+from rlspec.checks import CHECKS
+from rlspec.errors import RunError, SpecError
+from rlspec.model import Row
+from rlspec.rules import RULES
+from rlspec.trainers import TRAINERS
+
+JUDGMENTS: dict[str, tuple[str, str]] = {
+    "drift": (
+        "correctness",
+        "mean |feature − base| over the steps after the first, as a ratio to what two base runs differ by",
+    ),
+    "step_time": ("performance", "median seconds of the steps after the first; measured, never gated"),
+    "throughput": ("performance", "median tokens per second of the steps after the first; measured, never gated"),
+    "peak_memory": ("performance", "largest GiB over ranks and steps after the first; measured, never gated"),
+    "max_abs_dlogp": ("parity", "max |d| over all tokens, d = train − rollout log-prob"),
+    "mean_abs_dlogp": ("parity", "mean |d| over all tokens"),
+    "approx_kl": ("parity", "mean(exp d − 1 − d): an estimate of KL(rollout ‖ train) that is never negative"),
+    "clip_fraction": ("parity", "share of tokens whose ratio exp d leaves the clip range"),
+    "sequence_outliers": ("parity", "number of sequences whose largest |d| exceeds the row of max_abs_dlogp"),
+}
+
+
+def table(what: str, near: Path) -> str:
+    rows = _ROWS[what](near)
+    if not rows:
+        return f"no {what}"
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return "\n".join(lines)
+
+
+def _models(near: Path) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for name in sorted(catalog.entries("models", near)):
+        data = catalog.model(name, near)
+        experts = data.get("experts")
+        shape = f"{data.get('layers', '?')} layers, hidden {data.get('hidden_size', '?')}"
+        sort = f"{experts['count']} experts" if isinstance(experts, dict) and "count" in experts else "dense"
+        rows.append((name, sort, shape))
+    return rows
+
+
+def _contracts(near: Path) -> list[tuple[str, ...]]:
+    loaded = [(name, contract.load(name, near)) for name in sorted(catalog.entries("contracts", near))]
+    return [(name, f"{len(made.rows)} rows", made.digest[:12]) for name, made in loaded]
+
+
+def _workloads(near: Path) -> list[tuple[str, ...]]:
+    return [(name, str(path)) for name, path in sorted(catalog.entries("workloads", near).items())]
+
+
+def _runs(near: Path) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for folder in runs.all_of(runs.root(near.resolve())):
+        try:
+            status = str(runs.load(folder.report)["status"]) if folder.report.exists() else "unfinished"
+        except (RunError, KeyError):
+            status = "unreadable"
+        rows.append((folder.name, folder.workspace.parent.parent.name.removeprefix("validate-"), status))
+    return rows
+
+
+_ROWS: dict[str, Callable[[Path], list[tuple[str, ...]]]] = {
+    "models": _models,
+    "contracts": _contracts,
+    "workloads": _workloads,
+    "runs": _runs,
+    "trainers": lambda near: [(name, entry.about) for name, entry in TRAINERS.items()],
+    "readers": lambda near: [(name, reader.about) for name, reader in logs.READERS.items()],
+    "judgments": lambda near: [(name, *about) for name, about in JUDGMENTS.items()],
+}
+
+
+def explain(name: str, near: Path) -> str:
+    """A lint rule, a judgment or a contract row. Raises SpecError with the nearest names."""
+    if name.upper() in RULES:
+        rule = RULES[name.upper()]
+        why = textwrap.fill(rule.why, 78)
+        bad, good = textwrap.indent(rule.bad, "    "), textwrap.indent(rule.good, "    ")
+        return f"{name.upper()}: {rule.title}\n\n{why}\n\n  refused\n{bad}\n\n  better\n{good}"
+    if "/" in name:
+        return "\n\n".join(_row(row) for row in _rows(name, near))
+    if name in JUDGMENTS:
+        kind, about = JUDGMENTS[name]
+        rows = [row for row in contract.load("training" if kind != "parity" else "ws1", near).rows
+                if row.judgment == name or row.judgment.startswith(f"{name}_calibrated")]  # fmt: skip
+        return "\n\n".join([textwrap.fill(f"{name} (kind {kind}): {about}", 78), *(_row(row) for row in rows)])
+    raise SpecError(f"nothing is called {name!r}; {schema.suggestion(name, [*RULES, *JUDGMENTS])}")
+
+
+def _rows(name: str, near: Path) -> list[Row]:
+    wanted = name.split("/")
+    made = contract.load(wanted[0], near)
+    found = [row for row in made.rows if row.id.split("/")[: len(wanted)] == wanted]
+    if not found:
+        known = [row.judgment for row in made.rows]
+        raise SpecError(f"contract {wanted[0]} has no row {name!r}; {schema.suggestion(wanted[1], known)}")
+    return found
+
+
+def _row(row: Row) -> str:
+    limits = ", ".join(f"{key} {value:g}" for key, value in row.limits.items()) or "none"
+    published = f"\n  published as {row.published_id}" if row.published_id else ""
+    reason = textwrap.fill(row.reason, 76, initial_indent="  ", subsequent_indent="  ")
+    return f"{row.id}: {row.status}, limits: {limits}{published}\n  source: {row.source} ({row.date})\n{reason}"
+
+
+def doctor(paths: Sequence[Path]) -> str:
+    """This machine's means, and the specs that it would leave BLOCKED."""
+    lines = [f"{name:<8} {value}" for name, value in machine.facts()]
+    documents, problems = linting.lint(paths) if paths else ([], [])
+    for document in documents:
+        spec = CHECKS[document.data["kind"]].parse(document)
+        reasons = machine.unmet(spec.requires)
+        lines.append(f"{spec.path}: {'BLOCKED: ' + '; '.join(reasons) if reasons else 'can run as far as `requires` says'}")
+    broken = sorted({str(problem.path) for problem in problems if problem.severity == "error"})
+    lines += [f"{path}: does not lint; see `rlspec lint {path}`" for path in broken]
+    return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""What this machine has, asked of its own tools: for `requires` and for `doctor`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    name: str
+    capability: tuple[int, int]
+    memory_gib: float
+    driver: str
+
+
+def gpus() -> list[Gpu]:
+    """The GPUs that nvidia-smi lists; none where it is not there or fails."""
+    query = "--query-gpu=name,compute_cap,memory.total,driver_version"
+    lines = _output(["nvidia-smi", query, "--format=csv,noheader,nounits"]).splitlines()
+    found = []
+    for line in lines:
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 4 and fields[1].count(".") == 1:
+            major, minor = fields[1].split(".")
+            found.append(
+                Gpu(
+                    name=fields[0],
+                    capability=(int(major), int(minor)),
+                    memory_gib=float(fields[2]) / 1024,
+                    driver=fields[3],
+                )
+            )
+    return found
+
+
+def _output(argv: list[str]) -> str:
+    try:
+        done = subprocess.run(argv, capture_output=True, timeout=20, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else ""
+
+
+def unmet(requires: Mapping[str, Any]) -> list[str]:
+    """Each requirement that this machine does not meet, as a sentence."""
+    reasons = [f"program {name!r} is not on PATH" for name in requires.get("commands", ()) if not shutil.which(name)]
+    wants_gpu = requires.get("device") == "cuda" or {"capability", "gpus", "memory_gib"} & set(requires)
+    if not wants_gpu:
+        return reasons
+    here = gpus()
+    if not here:
+        return [*reasons, "no CUDA device here (nvidia-smi lists none)"]
+    if (count := requires.get("gpus", 1)) > len(here):
+        reasons.append(f"{count} GPUs are needed, {len(here)} are here")
+    if text := requires.get("capability"):
+        need = tuple(int(part) for part in text.removeprefix(">=").split("."))
+        fits = [gpu.capability >= need if text.startswith(">=") else gpu.capability == need for gpu in here]
+        if not all(fits):
+            reasons.append(f"compute capability {text} is needed, here is {'.'.join(map(str, here[0].capability))}")
+    if need_gib := requires.get("memory_gib"):
+        least = min(gpu.memory_gib for gpu in here)
+        if not least >= need_gib:
+            reasons.append(f"{need_gib} GiB of GPU memory are needed, {least:.0f} GiB are here")
+    return reasons
+
+
+def version(distribution: str) -> str | None:
+    """The installed version, without importing anything."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def facts() -> list[tuple[str, str]]:
+    """What `doctor` prints of this machine."""
+    here = gpus()
+    listed = [f"{gpu.name}, {gpu.memory_gib:.0f} GiB, sm_{gpu.capability[0]}{gpu.capability[1]}" for gpu in here]
+    rows = [("GPU", "; ".join(listed) or "none (operator and GPU specs are BLOCKED)")]
+    if here:
+        rows.append(("driver", here[0].driver))
+    for label, name in (("torch", "torch"), ("triton", "triton"), ("wandb", "wandb")):
+        rows.append((label, version(name) or "not installed"))
+    for label, command in (("git", "git"), ("nvcc", "nvcc"), ("slurm", "srun")):
+        rows.append((label, shutil.which(command) or "not on PATH"))
+    return rows

@@ -1,0 +1,87 @@
+"""Reports: from the report dict to text, one writer a format; the suffix of the file picks it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlspec.errors import RunError, SpecError
+from rlspec.report import jsonfile, junit, markdown, terminal
+
+Report = Mapping[str, Any]
+Writer = Callable[[Report], str]
+
+WRITERS: dict[str, Writer] = {
+    ".json": jsonfile.render,
+    ".md": markdown.render,
+    ".xml": junit.render,
+}
+
+
+def writer(path: Path) -> Writer:
+    """The writer for a file of this name. Raises SpecError if there is none."""
+    suffix = path.suffix.lower()
+    if suffix in WRITERS:
+        return WRITERS[suffix]
+    if suffix in (".html", ".htm"):
+        raise SpecError("HTML reports come in a later version")
+    what = f"unknown suffix {suffix}" if suffix else "its name has no suffix"
+    raise SpecError(f"cannot write a report to {path}: {what}; known are {', '.join(WRITERS)}")
+
+
+def known(paths: Iterable[Path]) -> None:
+    """Raises SpecError if a report cannot be written to one of the paths; to be asked before anything runs."""
+    for path in paths:
+        writer(path)
+
+
+def write(report: Report, path: Path) -> None:
+    """The report in the format that the suffix names, whole or not at all. Raises SpecError and RunError."""
+    text = writer(path)(jsonfile.restore(report))
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8", newline="\n")
+        partial.replace(path)
+    except OSError as error:
+        raise RunError(f"cannot write the report to {path}: {error.strerror or error}") from error
+
+
+def save(report: Report, paths: Iterable[Path], again: bool = True) -> None:
+    """The report at each of the paths and, with `again`, as report.json in its run folder. Raises as `write`."""
+    own = [Path(report["run"]["folder"]) / "report.json"] if again and report["run"] else []
+    for path in [*own, *paths]:
+        write(report, path)
+
+
+def summary(report: Report, environ: Mapping[str, str]) -> None:
+    """Append the Markdown report to the job summary, if a GitHub job runs this. Raises RunError."""
+    path = environ.get("GITHUB_STEP_SUMMARY")
+    if not path:
+        return
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(markdown.render(jsonfile.restore(report)) + "\n")
+    except OSError as error:
+        raise RunError(f"cannot write to GITHUB_STEP_SUMMARY {path}: {error.strerror or error}") from error
+
+
+def screen(report: Report, environ: Mapping[str, str], isatty: bool, verbose: bool = False) -> str:
+    """The report for a terminal of which `environ` and `isatty` speak; paths below the current folder are short."""
+    return terminal.render(
+        _below(jsonfile.restore(report), Path.cwd()),
+        width=terminal.width(environ, shutil.get_terminal_size().columns),
+        color=terminal.use_color(environ, isatty),
+        verbose=verbose,
+    )
+
+
+def _below(report: Report, folder: Path) -> dict[str, Any]:
+    def short(path: str | None) -> str | None:
+        return str(Path(path).relative_to(folder)) if path and Path(path).is_relative_to(folder) else path
+
+    arms = [{**arm, "log": short(arm["log"])} for arm in report["arms"]]
+    run = report["run"] and {**report["run"], "folder": short(report["run"]["folder"])}
+    return {**report, "arms": arms, "run": run}

@@ -1,0 +1,277 @@
+"""The lint rules by code: what each refuses, why it exists, and an example. `rlspec explain RL203` prints one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Text only; the rules themselves are checked in `document`, `schema` and `checks`."""
+
+    title: str
+    why: str
+    bad: str
+    good: str
+
+
+RULES: dict[str, Rule] = {
+    "RL001": Rule(
+        "the file is readable, UTF-8 and valid YAML",
+        "A spec that cannot be read says nothing; the place is the first one that the parser could not get past.",
+        "arms: [{name: base0, role: base]",
+        "arms: [{name: base0, role: base}]",
+    ),
+    "RL002": Rule(
+        "a key stands once in a mapping",
+        "Most YAML loaders keep the last of two equal keys in silence, so half of what was written would not hold.",
+        "model: a\nmodel: b",
+        "model: b",
+    ),
+    "RL003": Rule(
+        "no anchors, aliases or tags",
+        "A spec is data that a reader takes in from top to bottom; nothing in it refers elsewhere or runs.",
+        "arms: [&b {name: base0, role: base}, *b]",
+        "arms: [{name: base0, role: base}, {name: base1, role: base}]",
+    ),
+    "RL004": Rule(
+        "numbers are finite",
+        "An infinite limit is a gate that cannot fail.",
+        "settings: {learning_rate: .inf}",
+        "settings: {learning_rate: 1e-5}",
+    ),
+    "RL005": Rule(
+        "no leftover <placeholder>",
+        "A placeholder that nobody filled in surfaces hours later, as a path or a branch that does not exist.",
+        "revision: <feature-branch>",
+        "revision: fused-router",
+    ),
+    "RL101": Rule(
+        "keys are known",
+        "A misspelt key would otherwise be ignored, and its default would be judged instead.",
+        "sequence_lenght: 4096",
+        "sequence_length: 4096",
+    ),
+    "RL102": Rule(
+        "required keys are there",
+        "Nothing about the model, the mesh or the arms is guessed.",
+        "kind: correctness\nmodel: qwen3-30b-a3b",
+        "kind: correctness\nmodel: qwen3-30b-a3b\nmesh: {pp: 2, ep: 8}",
+    ),
+    "RL103": Rule(
+        "values have the type of their key",
+        "One key has one type: a number in quotes is text, and text is never taken for a number.",
+        'sequence_length: "2048"',
+        "sequence_length: 2048",
+    ),
+    "RL104": Rule(
+        "values from a fixed list are on it",
+        "A judgment or status that does not exist cannot be evaluated.",
+        "judgments: [aprox_kl]",
+        "judgments: [approx_kl]",
+    ),
+    "RL105": Rule(
+        "values lie in their range and have their form",
+        "A zero degree, an empty list or a time without unit has no meaning that could be run.",
+        "time_limit: 30 minutes",
+        "time_limit: 30m",
+    ),
+    "RL106": Rule(
+        "the kind exists in this version",
+        "The kind picks the schema, so nothing else can be checked without it.",
+        "kind: corectness",
+        "kind: correctness",
+    ),
+    "RL201": Rule(
+        "models, contracts and readers that a spec names exist",
+        "Names are looked up in the nearest folder above the spec that holds models/ or contracts/, then in the shipped ones.",
+        "model: qwen3-30b-a3",
+        "model: qwen3-30b-a3b",
+    ),
+    "RL202": Rule(
+        "arm names are unique",
+        "An arm's files carry its name; two arms of one name would share them.",
+        "arms: [{name: base, role: base}, {name: base, role: base}]",
+        "arms: [{name: base0, role: base}, {name: base1, role: base}]",
+    ),
+    "RL203": Rule(
+        "the mesh fits the world size",
+        "world size = nodes × processes per node; pp divides it, and cp and ep each divide world / pp.",
+        "mesh: {pp: 8}\nlaunch: {name: slurm, nodes: 1, gpus_per_node: 12}",
+        "mesh: {pp: 4}\nlaunch: {name: slurm, nodes: 1, gpus_per_node: 12}",
+    ),
+    "RL204": Rule(
+        "a given dp is the inferred one",
+        "dp = world / (pp·cp) follows from the launcher; a spec that says otherwise means another job.",
+        "mesh: {pp: 2, dp: 4}\nlaunch: {name: slurm, nodes: 2, gpus_per_node: 8}",
+        "mesh: {pp: 2}\nlaunch: {name: slurm, nodes: 2, gpus_per_node: 8}",
+    ),
+    "RL205": Rule(
+        "2·cp divides the sequence length",
+        "Context parallelism in zigzag order gives each rank two of 2·cp equal pieces of a sequence.",
+        "mesh: {cp: 3}\nsequence_length: 2048",
+        "mesh: {cp: 4}\nsequence_length: 2048",
+    ),
+    "RL206": Rule(
+        "the pipeline has enough micro-batches",
+        "pithtrain's bidirectional pipeline needs at least 2·pp sequences a step and replica: global_batch / dp ≥ 2·pp.",
+        "mesh: {pp: 4}\nsettings: {global_batch_size: 8}",
+        "mesh: {pp: 4}\nsettings: {global_batch_size: 64}",
+    ),
+    "RL207": Rule(
+        "micro-batches divide the global batch evenly",
+        "global_batch must be a multiple of micro_batch·dp, or ranks would do unequal work or drop sequences.",
+        "settings: {global_batch_size: 10, micro_batch_size: 4}",
+        "settings: {global_batch_size: 12, micro_batch_size: 4}",
+    ),
+    "RL208": Rule(
+        "ep divides the experts",
+        "Expert parallelism lays the same number of experts on each rank.",
+        "model: gpt-oss-20b  # 32 experts\nmesh: {ep: 6}",
+        "model: gpt-oss-20b\nmesh: {ep: 8}",
+    ),
+    "RL209": Rule(
+        "the corpus has enough samples",
+        "max_steps · global_batch samples are read once each; past the end the arms would see data again or stop.",
+        "settings: {global_batch_size: 1024, max_steps: 32, corpus_samples: 18000}",
+        "settings: {global_batch_size: 512, max_steps: 32, corpus_samples: 18000}",
+    ),
+    "RL210": Rule(
+        "drift has at least two base arms and a feature arm",
+        "The difference of two runs of the same code is the floor that the feature is read against; one run has none.",
+        "arms: [{name: base0, role: base}, {name: feat0, role: feature}]",
+        "arms: [{name: base0, role: base}, {name: base1, role: base}, {name: feat0, role: feature}]",
+    ),
+    "RL211": Rule(
+        "a judged metric is one that the reader produces",
+        "A metric that is never printed would end in ERROR after all the arms have run.",
+        "trainer: {name: pithtrain}\njudgments: [{check: drift, metric: loss}]",
+        "judgments: [{check: drift, metric: cross-entropy-loss}]",
+    ),
+    "RL212": Rule(
+        "no force-balanced routing in a correctness spec",
+        "It pins the load-balance loss at 1.0 and takes the router out of the model: a gate that cannot fail.",
+        "kind: correctness\nsettings: {force_balanced_routing: true}",
+        "kind: correctness\nsettings: {force_balanced_routing: false}",
+    ),
+    "RL213": Rule(
+        "performance of a mixture of experts is measured force-balanced (warning)",
+        "Expert imbalance is the largest source of step-time variance and differs from run to run.",
+        "kind: performance\nsettings: {force_balanced_routing: false}",
+        "kind: performance\nsettings: {force_balanced_routing: true}",
+    ),
+    "RL214": Rule(
+        "the Hugging Face trainer logs NaN as NaN (warning)",
+        "logging_nan_inf_filter is on by default and prints the mean of earlier losses where the loss was NaN.",
+        "trainer: {name: huggingface, settings: {global_batch_size: 8}}",
+        "trainer: {name: huggingface, settings: {global_batch_size: 8, logging_nan_inf_filter: false}}",
+    ),
+    "RL215": Rule(
+        "fp8 only where it is in scope",
+        "Only pithtrain has an fp8 mode that a run file can switch on; elsewhere the key would change nothing.",
+        "dtype: fp8\ntrainer: {name: huggingface}",
+        "dtype: fp8\ntrainer: {name: pithtrain}",
+    ),
+    "RL216": Rule(
+        "revisions are well formed",
+        "A revision is handed to git; one that begins with - would be an option. Whether it exists is checked by plan and run.",
+        "revision: --upload-pack=x",
+        "revision: fused-router",
+    ),
+    "RL217": Rule(
+        "either all arms name a revision, or none",
+        "An arm without one would run whatever the working tree holds at that moment, next to arms at fixed commits.",
+        "arms: [{name: base0, role: base, revision: main}, {name: feat0, role: feature}]",
+        "arms: [{name: base0, role: base, revision: main}, {name: feat0, role: feature, revision: HEAD}]",
+    ),
+    "RL218": Rule(
+        "base and feature differ in something (warning)",
+        "If a feature arm says the same as the base arms, the run compares a thing with itself.",
+        "arms: [{name: base0, role: base}, {name: base1, role: base}, {name: feat0, role: feature}]",
+        "arms: [..., {name: feat0, role: feature, environment: {ATTENTION: fused}}]",
+    ),
+    "RL219": Rule(
+        "specs of one model agree between meshes (warning)",
+        "Runs at different sequence lengths or global batches cannot be compared across meshes.",
+        "a.yaml: sequence_length: 2048\nb.yaml: sequence_length: 4096",
+        "the same in both",
+    ),
+    "RL220": Rule(
+        "the calibrated judge has three base runs to go by",
+        "Its limits are simulated for three and more base runs; with two it has next to no power.",
+        "arms: two base arms\njudgments: [{check: drift, judge: calibrated, max_base_runs: 2}]",
+        "judgments: [{check: drift, judge: calibrated}]  # and three base arms",
+    ),
+    "RL221": Rule(
+        "both roles are there",
+        "Without a base there is nothing to compare with, without a feature nothing to judge.",
+        "arms: [{name: a, role: base}, {name: b, role: base}]",
+        "arms: [{name: a, role: base}, {name: b, role: feature}]",
+    ),
+    "RL222": Rule(
+        "files that a spec names exist",
+        "Templates, records and model files are looked up relative to the spec's folder.",
+        "template: run.py.j2  # not beside the spec",
+        "template: templates/run.py.j2",
+    ),
+    "RL223": Rule(
+        "the reader fits its pattern",
+        "regex needs a pattern with the named groups step and one a metric; the other readers take none.",
+        "reader: {name: regex}",
+        "reader: {name: regex, pattern: 'step (?P<step>\\d+) loss (?P<loss>\\S+)'}",
+    ),
+    "RL224": Rule(
+        "the contract has a row for each judgment",
+        "A judgment without a row would need a limit from nowhere.",
+        "kind: parity\ncontract: training",
+        "kind: parity\ncontract: ws1",
+    ),
+    "RL225": Rule(
+        "a perturbed arm is a base arm of a trainer that can perturb",
+        "The perturbed run is base code from weights moved by one unit in the last place: it measures a floor.",
+        "{name: feat0, role: feature, perturb: {weights: 1ulp}}",
+        "{name: base1, role: base, perturb: {weights: 1ulp, seed: 1}}",
+    ),
+    "RL226": Rule(
+        "the launcher fits its keys and the trainer's command",
+        "local starts one process; torchrun and slurm need a number of processes; torchrun starts a Python command.",
+        "launch: {name: local, nodes: 2}",
+        "launch: {name: torchrun, processes_per_node: 2}",
+    ),
+    "RL227": Rule(
+        "arms of a trainer that runs in rlspec's own process tree differ by implementation, environment or perturbation",
+        "`implementation` and `perturb` reach trainers that read them; the command trainer has only the environment.",
+        "trainer: {name: command}\narms: [{name: feat0, role: feature, implementation: triton}]",
+        "arms: [{name: feat0, role: feature, environment: {IMPLEMENTATION: triton}}]",
+    ),
+    "RL228": Rule(
+        "a question is asked (warning)",
+        "The question stands at the top of every report; without it nobody knows what a PASS answers.",
+        "kind: correctness",
+        "kind: correctness\nquestion: Does the fused router train like main?",
+    ),
+    "RL301": Rule(
+        "a parity spec has one rollout arm and one train arm",
+        "d = train − rollout; sides are chosen by role, never by order, since only this direction makes the estimator a KL.",
+        "arms: [{name: a, role: train, …}, {name: b, role: train, …}]",
+        "arms: [{name: a, role: rollout, …}, {name: b, role: train, …}]",
+    ),
+    "RL302": Rule(
+        "a parity arm has records or a command that writes them",
+        "Log-probs come from a file that is there, or from a command with {records} in its arguments.",
+        "{name: train, role: train}",
+        "{name: train, role: train, command: [python, dump.py, --out, '{records}']}",
+    ),
+    "RL303": Rule(
+        "the two sides are different files",
+        "A file compared with itself agrees to the bit and proves nothing.",
+        "records: a.jsonl  # in both arms",
+        "records: rollout.jsonl / records: train.jsonl",
+    ),
+    "RL401": Rule(
+        "a contract has one row for one key",
+        "Two rows for the same judgment, subject and dtype leave the limit open.",
+        "two rows {judgment: drift, subject: '*'}",
+        "one",
+    ),
+}

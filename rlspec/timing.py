@@ -1,0 +1,128 @@
+"""Step time, throughput and peak memory: one figure a run, MEASURED and never gated.
+
+Steps of a run are never pooled: they share the run's own offset, so an interval over steps finds differences between
+identical arms. An interval needs several runs an arm and is taken over their figures.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from rlspec import compare
+from rlspec.model import Run, Series, Verdict
+
+UNITS = {"step_time": "s", "throughput": "tokens/s", "peak_memory": "GiB"}
+LEVEL = 0.95
+
+
+def judge_timing(check: str, runs: Sequence[Run], metric: str, factor: float, scope: str = "") -> Verdict:
+    """MEASURED: per run the median over steps ≥ 2 (`peak_memory`: the maximum), and feature against base in percent.
+
+    `factor` turns printed values into seconds, tokens/s or GiB; `scope` says of what, e.g. "per device".
+    ERROR where a run cannot be read, lacks the metric or a step, or holds a value that is not finite.
+    """
+    assert check in UNITS
+    found = _findings(metric, runs)
+    notes = [compare.attributed(run.arm.name, note) for run in runs for note in run.notes]
+    if found:
+        return Verdict(
+            judgment=check,
+            subject=metric,
+            status="ERROR",
+            reason=found[0],
+            evidence={"findings": found, "steps_judged": None},
+            notes=(*found[1:], *notes),
+        )
+    steps = runs[0].series[metric].steps
+    start = compare.first_judged(steps)
+    figures = {run.arm.name: _figure(check, run.series[metric], start) * factor for run in runs}
+    by_role = {role: [figures[run.arm.name] for run in runs if run.arm.role == role] for role in ("base", "feature")}
+    evidence: dict[str, Any] = {
+        "figure": _name(check),
+        "unit": UNITS[check],
+        "scope": scope,
+        "factor": factor,
+        "medians": figures,
+        "by_role": by_role,
+        **_difference(by_role["base"], by_role["feature"]),
+        "steps_judged": len(steps) - start,
+        "steps_expected": len(steps) - start,
+        "steps": f"{steps[start]} to {steps[-1]}",
+    }
+    if machines := compare.machine_differences(runs):
+        evidence["machines_differ"] = machines
+        notes.append(f"the arms ran on machines that differ in {', '.join(machines)}: the difference may be theirs")
+    if start == 0:
+        notes.append(f"the log begins at step {steps[0]}: every printed step is counted")
+    return Verdict(
+        judgment=check,
+        subject=metric,
+        status="MEASURED",
+        statistic=evidence["difference_percent"],
+        reason=_reason(check, evidence, scope),
+        evidence=evidence,
+        notes=tuple(notes),
+    )
+
+
+def _findings(metric: str, runs: Sequence[Run]) -> list[str]:
+    roles = {run.arm.role for run in runs}
+    found = [f"there is no {role} run to measure" for role in ("base", "feature") if role not in roles]
+    found += compare.findings(metric, runs) if runs else []
+    for run in runs:
+        series = run.series[metric] if compare.has(run, metric) else None
+        at = compare.first_non_finite(series) if series else None
+        if series and at is not None:
+            found.append(f"{run.arm.name}: {metric} is {series.values[at]} at step {series.steps[at]}")
+        if series and len(series.steps) == compare.first_judged(series.steps):
+            found.append(f"{run.arm.name} has step {series.steps[0]} of {metric} only, which carries compilation")
+    return found
+
+
+def _name(check: str) -> str:
+    return "maximum" if check == "peak_memory" else "median"
+
+
+def _figure(check: str, series: Series, start: int) -> float:
+    kept = series.values[start:]
+    return max(kept) if _name(check) == "maximum" else statistics.median(kept)
+
+
+def _difference(base: list[float], feature: list[float]) -> dict[str, Any]:
+    """Feature minus base, in percent of the base; the interval is Student's t with a pooled variance."""
+    centre, other = (compare.mean(values, len(values)) for values in (base, feature))
+    percent = 100 * compare.divide(other - centre, centre)
+    found: dict[str, Any] = {
+        "base": centre,
+        "feature": other,
+        "difference": other - centre,
+        "difference_percent": percent if math.isfinite(percent) else None,
+        "interval_percent": None,
+        "interval": "one run per arm: no interval",
+        "degrees": None,
+    }
+    if min(len(base), len(feature)) < 2:
+        return found
+    if found["difference_percent"] is None:
+        return {**found, "interval": "no interval"}
+    degrees = len(base) + len(feature) - 2
+    apart = [*(value - centre for value in base), *(value - other for value in feature)]
+    squares = sum(value * value for value in apart)
+    error = math.sqrt(squares / degrees * (1 / len(base) + 1 / len(feature)))
+    half = abs(100 * compare.t_quantile(LEVEL, degrees) * error / centre)
+    text = f"{LEVEL:.0%} interval {percent - half:+.2f} % to {percent + half:+.2f} %"
+    found["interval_percent"] = [percent - half, percent + half]
+    found["interval"] = f"{text} (t over run figures, pooled variance, {degrees} degrees of freedom)"
+    found["degrees"] = degrees
+    return found
+
+
+def _reason(check: str, evidence: dict[str, Any], scope: str) -> str:
+    unit = f"{UNITS[check]} {scope}".strip()
+    percent = evidence["difference_percent"]
+    change = f"{percent:+.2f} %" if percent is not None else "no percentage, since the base is 0"
+    values = f"base {evidence['base']:.6g}, feature {evidence['feature']:.6g} {unit}: {change}"
+    return f"{values}, {evidence['figure']} over steps {evidence['steps']} ({evidence['interval']})"

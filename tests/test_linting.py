@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlspec import document, linting
+from rlspec.errors import SpecError
+
+ROOT = Path(__file__).parents[1]
+GOOD = ROOT / "specs" / "correctness" / "qwen3-30b-a3b.yaml"
+
+
+@pytest.fixture
+def spec(tmp_path):
+    shutil.copy(GOOD, tmp_path / "spec.yaml")
+    return tmp_path / "spec.yaml"
+
+
+def rules(*paths, **options):
+    return [problem.rule for problem in linting.lint(paths, **options)[1]]
+
+
+def test_all_shipped_specs_lint():
+    specs, problems = linting.lint([ROOT / "specs"])
+    assert problems == [] and len(specs) >= 12
+
+
+def test_all_problems_of_all_files_at_once(tmp_path, spec):
+    text = spec.read_text().replace("qwen3-30b-a3b", "qwen3-30b-a3").replace("sequence_length", "sequence_lenght")
+    (tmp_path / "a.yaml").write_text(text)
+    (tmp_path / "b.yaml").write_text("kind: x\n")
+    assert sorted(rules(tmp_path)) == ["RL101", "RL106", "RL201"]
+
+
+def test_specs_of_one_model_that_differ_in_size_are_warned_about(tmp_path, spec):
+    (tmp_path / "other.yaml").write_text(spec.read_text().replace("sequence_length: 2048", "sequence_length: 4096"))
+    assert rules(tmp_path) == ["RL219"]
+
+
+def test_catalog_data_is_linted_with_its_own_schema(tmp_path):
+    (tmp_path / "contracts").mkdir()
+    row = "  - {judgment: drift, limits: {pass_below: 3}, source: s, date: '2026-11-29', reason: because}\n"
+    path = tmp_path / "contracts" / "mine.yaml"
+    path.write_text(f"name: mine\nrows:\n{row}{row}")
+    assert rules(path) == ["RL401"]
+    path.write_text(f"name: mine\nrows:\n{row.replace(', reason: because', '')}")
+    assert rules(path) == ["RL102"]
+
+
+def test_own_catalog_entries_are_found_above_the_spec(tmp_path, spec):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine.yaml").write_text("name: mine\n")
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    path = tmp_path / "deep" / "er" / "s.yaml"
+    path.write_text(spec.read_text().replace("model: qwen3-30b-a3b", "model: mine"))
+    assert rules(path) == []
+    (tmp_path / "deep" / ".git").mkdir()
+    assert rules(path) == ["RL201"]
+
+
+def test_a_path_that_is_not_there():
+    with pytest.raises(SpecError, match="nowhere"):
+        linting.lint([Path("nowhere")])
+
+
+def test_overrides(spec):
+    read, _ = document.read(spec)
+    made = linting.override(read, ["trainer.settings.max_steps=8", "arms.2.revision=other", "question=why"])
+    assert made.data["trainer"]["settings"]["max_steps"] == 8
+    assert made.data["arms"][2]["revision"] == "other" and made.data["question"] == "why"
+    assert read.data["question"] != "why"
+
+
+@pytest.mark.parametrize("text", ["x", "=1", "arms.9.name=x", "model.x=1", "a=[1"])
+def test_bad_overrides(spec, text):
+    read, _ = document.read(spec)
+    with pytest.raises(SpecError, match="--set"):
+        linting.override(read, [text])
+
+
+def test_an_override_is_linted(spec):
+    assert "RL203" in rules(spec, overrides=["mesh.pp=3"])
