@@ -19,6 +19,7 @@ from rlspec.model import Document, Problem
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 100
 TOP = (1, 1)
+HINT = "an infinite limit is a gate that cannot fail"
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -73,7 +74,8 @@ def parse(raw: bytes, path: Path) -> tuple[Document | None, list[Problem]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = (mark.line + 1, mark.column + 1) if mark else TOP
-        return None, [_problem(path, "RL001", at, f"not valid YAML: {error.problem or error.context}")]
+        message = f"not valid YAML: {error.problem or error.context}"
+        return None, [_problem(path, "RL001", at, message, hint="the parser could not get past this place")]
     except yaml.YAMLError as error:
         return None, [_problem(path, "RL001", TOP, f"not valid YAML: {' '.join(str(error).split())}")]
     builder = _Builder(path, problems)
@@ -124,7 +126,7 @@ def _refused(text: str, path: Path) -> list[Problem]:
             message = f"anchors and aliases are not part of the language ({event.anchor})"
             problems.append(_problem(path, "RL003", at, message, hint="write the value out at each place"))
         elif getattr(event, "tag", None) and event.tag != "!":
-            problems.append(_problem(path, "RL003", at, f"tags are not part of the language ({event.tag})"))
+            problems.append(_problem(path, "RL003", at, f"tags are not part of the language ({event.tag})", hint="leave it out"))
     return problems
 
 
@@ -178,13 +180,13 @@ class _Builder:
             return text.lower() == "true"
         if kind == "int":
             if len(text) > 40:
-                self.problems.append(_problem(self.path, "RL004", at, f"a number of {len(text)} digits", pointer))
+                self.problems.append(_problem(self.path, "RL004", at, f"a number of {len(text)} digits", pointer, HINT))
                 return None
             return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
         if kind == "float":
             value = float(text) if text[-1] in "0123456789." else math.nan
             if not math.isfinite(value):
-                self.problems.append(_problem(self.path, "RL004", at, f"{text} is not a finite number", pointer))
+                self.problems.append(_problem(self.path, "RL004", at, f"{text} is not a finite number", pointer, HINT))
                 return None
             return value
         return text

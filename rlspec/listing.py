@@ -65,7 +65,7 @@ def _runs(near: Path) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for folder in runs.all_of(runs.root(near.resolve())):
         try:
-            status = str(runs.load(folder.report)["status"]) if folder.report.exists() else "unfinished"
+            status = str(runs.load(folder.report)["outcome"]) if folder.report.exists() else "unfinished"
         except (RunError, KeyError):
             status = "unreadable"
         rows.append((folder.name, folder.workspace.parent.parent.name.removeprefix("validate-"), status))

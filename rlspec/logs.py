@@ -466,12 +466,12 @@ def _run(log: _Log, reader: Reader, arm: Arm, metrics: Sequence[str]) -> Run:
         (one, first), (two, second), *_ = log.totals.items()
         table.fault("*", f"says that there are {one} steps at line {first} and {two} steps at line {second}")
     series = table.series(arm.name, reader.repeats)
+    notes = [*table.notes, *(f"{name}: {note}" for note in log.form.notes())]
     if not table.steps:
         said = table.faults.get("*", name)
         none = f"no step line that reader {reader.name} understands ({log.count} lines read)"
         hint = _hint(log.first_lines, reader.name)
-        return Run(arm=arm, series={}, faults={"*": f"{said}: {none}{hint}"}, notes=tuple(log.form.notes()))
-    notes = [*table.notes, *(f"{name}: {note}" for note in log.form.notes())]
+        return Run(arm=arm, series={}, faults={"*": f"{said}: {none}{hint}"}, notes=tuple(notes))
     for counter in reader.counters:
         notes += _counted(name, series.get(counter) if counter in metrics else series.pop(counter, None))
     if reader.sentinel in series and all(value == -1 for value in series[reader.sentinel].values):

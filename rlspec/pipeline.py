@@ -608,7 +608,7 @@ def build(
         "kind": spec.kind,
         "name": spec.name,
         "question": spec.question,
-        "status": verdicts.worst(statuses),
+        "outcome": verdicts.worst(statuses),
         "exit_code": verdicts.exit_code(statuses),
         "expect": None,
         "spec": {"path": str(spec.path), "digest": spec.digest} if spec.digest else None,
@@ -666,7 +666,7 @@ def expected(spec: Spec, report: dict[str, Any]) -> dict[str, Any]:
     if want is None:
         return report
     problems = []
-    if report["status"] != want.status:
+    if report["outcome"] != want.status:
         problems.append(f"expected {want.status}, got {report['status']}")
     for name, status in want.judgments.items():
         found = [v["status"] for v in report["verdicts"] if name in (v["subject"], v["judgment"])]
@@ -719,6 +719,7 @@ def judge_logs(source: Source) -> dict[str, Any]:
             lengths = [len(series.steps) for series in result.run.series.values()]
             states[result.arm.name]["steps"] = max(lengths, default=0)  # type: ignore[assignment]
     report = build(spec, contract, steps, states, made, None)
+    report.update(tag=None, mesh=None, sequence_length=None, dtype=None)  # logs do not say
     report["source"] = {
         "reader": source.reader,
         "pattern": source.pattern,
@@ -756,7 +757,7 @@ def _spec_of(source: Source) -> Spec:
 def _parse_any(kind: str, data: dict[str, Any]) -> Spec:
     document = Document(path=Path("logs"), data={**data, "model": "qwen3-8b"}, keys={}, values={}, digest="")
     spec = CHECKS[kind].parse(document)
-    return dataclasses.replace(spec, name="judge", model="", data=data)
+    return dataclasses.replace(spec, name="logs", model="", data=data)
 
 
 def _read_results(spec: Spec, source: Source, arms: Sequence[tuple[Arm, Path]]) -> Iterator[Result]:

@@ -113,7 +113,7 @@ def check_spec(document: Document) -> list[Problem]:
 def check(document: Document, name: str) -> list[Problem]:
     """All problems of a document against the schema called `name`."""
     errors = _validator(name).iter_errors(document.data)
-    problems = [problem for error in errors for problem in _problems(document, error)]
+    problems = [problem for error in errors for problem in _problems(document, error, name)]
     return sorted(problems, key=lambda p: (p.line, p.column, p.rule))
 
 
@@ -123,10 +123,10 @@ def check_value(value: Any, name: str) -> list[str]:
     return [f"{'/'.join(map(str, error.absolute_path)) or 'top'}: {error.message[:200]}" for error in errors]
 
 
-def _problems(document: Document, error: Any) -> Iterator[Problem]:
+def _problems(document: Document, error: Any, schema: str) -> Iterator[Problem]:
     pointer = "".join(f"/{escape(token)}" for token in error.absolute_path)
     name = ".".join(str(token) for token in error.absolute_path) or "spec"
-    expected = error.validator_value
+    expected, about = error.validator_value, _about(error.schema)
     if error.validator == "additionalProperties":
         allowed = sorted(error.schema.get("properties", {}))
         for key in error.instance:
@@ -135,17 +135,23 @@ def _problems(document: Document, error: Any) -> Iterator[Problem]:
                 yield _at(document, below, "RL101", f"unknown key {key!r}", _keys(key, allowed), key=True)
     elif error.validator == "required":
         key = error.message.split("'")[1]
-        yield _at(document, pointer, "RL102", f"'{key}' is missing" + (f" in {name}" if pointer else ""), _doc(error, key))
+        node = error.schema.get("properties", {}).get(key, {})
+        known = load(schema).get("definitions", {}).get(str(node.get("$ref", "")).rpartition("/")[2], {})
+        where = f" in {name}" if pointer else ""
+        yield _at(document, pointer, "RL102", f"'{key}' is missing{where}", _about(node) or _about(known) or "add it")
     elif error.validator == "type":
         due = " or ".join(TYPES[t] for t in ([expected] if isinstance(expected, str) else expected))
-        yield _at(document, pointer, "RL103", f"{name}: {due} is due, not {_what(error.instance)}", _number(error))
+        message = f"{name}: {due} is due, not {_what(error.instance)}"
+        yield _at(document, pointer, "RL103", message, _rewrite(error, about))
     elif error.validator in ("enum", "const"):
-        known = [str(v) for v in expected] if isinstance(expected, list) else [str(expected)]
-        yield _at(document, pointer, "RL104", f"{name}: unknown {error.instance!r}", suggestion(error.instance, known))
-    elif error.validator == "propertyNames":
-        yield _at(document, pointer, "RL105", f"{name}: a name in here is not allowed", error.message)
+        known_words = [str(v) for v in expected] if isinstance(expected, list) else [str(expected)]
+        message = f"{name}: unknown {error.instance!r}"
+        yield _at(document, pointer, "RL104", message, suggestion(error.instance, known_words))
+    elif error.validator == "propertyNames" or "propertyNames" in error.absolute_schema_path:
+        message = f"{name}: {error.instance!r} cannot be a name in here"
+        yield _at(document, pointer, "RL105", message, about or "letters, digits and underscores")
     else:
-        yield _at(document, pointer, "RL105", f"{name}: {_range(error)}", str(error.schema.get("description", "")))
+        yield _at(document, pointer, "RL105", f"{name}: {_range(error)}", about or f"`rlspec schema {schema}` has the form")
 
 
 def _at(document: Document, pointer: str, rule: str, message: str, hint: str = "", *, key: bool = False) -> Problem:
@@ -169,16 +175,18 @@ def _keys(key: object, allowed: list[str]) -> str:
     return f"did you mean {close!r}? {listed}" if close else listed
 
 
-def _doc(error: Any, key: str) -> str:
-    return str(error.schema.get("properties", {}).get(key, {}).get("description", ""))
+def _about(node: Any) -> str:
+    return str(node.get("description", "")) if isinstance(node, dict) else ""
 
 
-def _number(error: Any) -> str:
+def _rewrite(error: Any, about: str) -> str:
     due = error.validator_value
     if isinstance(error.instance, str) and due in ("integer", "number"):
         plain = error.instance.strip().rstrip("x%")
         return f"write {plain}, without quotes and units" if plain.replace(".", "", 1).isdigit() else "write a number"
-    return str(error.schema.get("description", ""))
+    if due == "string" and isinstance(error.instance, (int, float)):
+        return f'write "{str(error.instance).lower()}", in quotes'
+    return about or f"write {TYPES.get(str(due), 'one of these')}"
 
 
 def _what(value: Any) -> str:
@@ -193,8 +201,6 @@ def _what(value: Any) -> str:
 
 def _range(error: Any) -> str:
     limit = error.validator_value
-    if error.validator is None:
-        return "it has no meaning here"
     texts = {
         "minimum": f"{error.instance} is below {limit}",
         "maximum": f"{error.instance} is above {limit}",
@@ -204,6 +210,6 @@ def _range(error: Any) -> str:
         "minProperties": "an empty mapping",
         "uniqueItems": "an entry stands twice",
         "pattern": f"{error.instance!r} does not have the right form",
-        "not": f"{error.instance!r} is not allowed here",
+        "not": "it has no meaning here",
     }
     return texts.get(str(error.validator), str(error.message))

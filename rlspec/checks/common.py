@@ -64,7 +64,7 @@ def unique_names(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     for index, arm in enumerate(data["arms"]):
         # File systems may fold case.
         if arm["name"].lower() in seen:
-            yield at(document, f"/arms/{index}/name", "RL202", f"arm {arm['name']} stands twice")
+            yield at(document, f"/arms/{index}/name", "RL202", f"arm {arm['name']} stands twice", "an arm's files carry its name")
         seen.add(arm["name"].lower())
 
 
@@ -87,7 +87,8 @@ def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]
             try:
                 rows.resolve(check, "*", data.get("dtype", "bf16"))
             except SpecError as error:
-                yield at(document, f"/judgments/{index}", "RL224", str(error))
+                message, _, hint = str(error).partition("; ")
+                yield at(document, f"/judgments/{index}", "RL224", message, hint)
 
 
 def row_names(given: str | dict[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ def sides(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
             yield common.at(document, pointer, "RL302", f"arm {arm['name']} has {what}", "give it one of the two")
         elif "command" in arm and not any("{records}" in word for word in arm["command"]):
             message = "the command does not say where to write: {records} is nowhere in it"
-            yield common.at(document, f"{pointer}/command", "RL302", message)
+            yield common.at(document, f"{pointer}/command", "RL302", message, "add it as an argument")
         elif "records" in arm:
             path = document.path.parent / arm["records"]
             files.append(path.resolve())
@@ -34,7 +34,7 @@ def sides(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
                 hint = "paths are relative to the spec's folder"
                 yield common.at(document, f"{pointer}/records", "RL222", f"there is no file {arm['records']}", hint)
     if len(files) == 2 and files[0] == files[1]:
-        yield common.at(document, "/arms/1/records", "RL303", "both arms name the same file")
+        yield common.at(document, "/arms/1/records", "RL303", "both arms name the same file", "a comparison with itself proves nothing")
 
 
 RULES: tuple[tuple[common.Rule, tuple[str, ...]], ...] = (

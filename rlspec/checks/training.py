@@ -63,10 +63,10 @@ def launcher(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     if name == "torchrun" and given.get("nodes", 1) > 1:
         yield at(document, "/launch/nodes", "RL226", "torchrun starts processes of one node", "use slurm for several")
     if name == "slurm" and {"gpus_per_node", "processes_per_node"} <= set(given):
-        yield at(document, "/launch", "RL226", "slurm takes gpus_per_node or processes_per_node, not both")
+        yield at(document, "/launch", "RL226", "slurm takes gpus_per_node or processes_per_node, not both", "keep one")
     if name != "local" and not sizes:
         wanted = "processes_per_node" if name == "torchrun" else "nodes and gpus_per_node"
-        yield at(document, "/launch", "RL226", f"{name} needs {wanted}")
+        yield at(document, "/launch", "RL226", f"{name} needs {wanted}", "their product is the world size")
     command = data["trainer"].get("command", ["python"])
     if name == "torchrun" and not common.is_python(command[0]):
         pointer = "/trainer/command/0"
@@ -88,10 +88,11 @@ def mesh(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     length = data.get("sequence_length", 2048)
     if cp > 1 and length % (2 * cp):
         message = f"sequence_length {length} is not divisible by 2·cp = {2 * cp}"
-        yield at(document, "/sequence_length", "RL205", message)
+        yield at(document, "/sequence_length", "RL205", message, "each rank takes two of 2·cp equal pieces")
     experts = (_model(data, document) or {}).get("experts", {}).get("count")
     if experts and experts % ep:
-        yield at(document, "/mesh/ep", "RL208", f"{experts} experts of {data['model']} are not divisible by ep {ep}")
+        message = f"{experts} experts of {data['model']} are not divisible by ep {ep}"
+        yield at(document, "/mesh/ep", "RL208", message, "each rank holds the same number of experts")
     yield from batches(document, data, world // (pp * cp), pp)
 
 
@@ -103,14 +104,14 @@ def batches(document: Document, data: dict[str, Any], dp: int, pp: int) -> Itera
     pointer = "/trainer/settings/global_batch_size"
     if batch % (micro * dp):
         message = f"global_batch_size {batch} is not divisible by micro_batch_size·dp = {micro}·{dp}"
-        yield at(document, pointer, "RL207", message)
+        yield at(document, pointer, "RL207", message, f"a multiple of {micro * dp} fits")
     elif TRAINERS[data["trainer"]["name"]].pipeline and batch // dp < 2 * pp:
         message = f"global_batch_size / dp = {batch // dp} is below 2·pp = {2 * pp}"
         yield at(document, pointer, "RL206", message, f"at least {2 * pp * dp} sequences fill the pipeline")
     samples, steps = values.get("corpus_samples"), values.get("max_steps", 0)
     if samples is not None and batch * steps > samples:
         message = f"{steps} steps of {batch} need {batch * steps} samples, the corpus has {samples}"
-        yield at(document, "/trainer/settings/corpus_samples", "RL209", message)
+        yield at(document, "/trainer/settings/corpus_samples", "RL209", message, "fewer steps, or a smaller batch")
 
 
 def routing(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -134,12 +135,14 @@ def trainer(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         hint = "set logging_nan_inf_filter: false"
         yield at(document, "/trainer/settings", "RL214", message, hint, severity="warning")
     if data.get("dtype") == "fp8" and not TRAINERS[given["name"]].fp8:
-        yield at(document, "/dtype", "RL215", f"fp8 is out of scope for trainer {given['name']}")
+        message = f"fp8 is out of scope for trainer {given['name']}"
+        yield at(document, "/dtype", "RL215", message, "use bf16 or fp32")
     if "template" in given and not (document.path.parent / given["template"]).is_file():
         message = f"there is no template {given['template']}"
         yield at(document, "/trainer/template", "RL222", message, "paths are relative to the spec's folder")
     if "{run_file}" in given.get("command", []) and "template" not in given:
-        yield at(document, "/trainer/command", "RL222", "{run_file} is asked for, but no template is given")
+        message = "{run_file} is asked for, but no template is given"
+        yield at(document, "/trainer/command", "RL222", message, "name the template that it is rendered from")
     if "reader" in given:
         yield from reader(document, given["reader"])
 
@@ -152,12 +155,12 @@ def reader(document: Document, given: dict[str, Any]) -> Iterator[Problem]:
     elif name == "regex" and pattern is None:
         yield at(document, "/trainer/reader", "RL223", "reader regex needs a pattern", "with the named group step")
     elif name != "regex" and pattern is not None:
-        yield at(document, "/trainer/reader/pattern", "RL223", f"reader {name} takes no pattern")
+        yield at(document, "/trainer/reader/pattern", "RL223", f"reader {name} takes no pattern", "leave it out")
     elif pattern is not None:
         try:
             groups = re.compile(pattern).groupindex
         except re.error as error:
-            yield at(document, "/trainer/reader/pattern", "RL223", f"not a regular expression: {error}")
+            yield at(document, "/trainer/reader/pattern", "RL223", f"not a regular expression: {error}", "Python's re syntax")
             return
         if "step" not in groups:
             hint = "such as (?P<step>\\d+)"
@@ -223,13 +226,13 @@ def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     can_perturb = TRAINERS[data["trainer"]["name"]].perturbs
     for index, arm in enumerate(listed):
         if "perturb" in arm and arm["role"] != "base":
-            yield at(document, f"/arms/{index}/perturb", "RL225", "only base arms are perturbed: they make the floor")
+            yield at(document, f"/arms/{index}/perturb", "RL225", "only base arms are perturbed", "they make the floor")
         elif "perturb" in arm and not can_perturb:
             message = f"trainer {data['trainer']['name']} cannot perturb its weights"
             yield at(document, f"/arms/{index}/perturb", "RL225", message, "the embedded trainer can")
         elif "perturb" in arm and data["trainer"].get("settings", {}).get("master_dtype") == "bf16":
             message = "one unit in the last place of bf16 is no rounding-level change; fp32 masters are needed"
-            yield at(document, f"/arms/{index}/perturb", "RL225", message)
+            yield at(document, f"/arms/{index}/perturb", "RL225", message, "leave master_dtype at fp32")
         if "implementation" in arm and data["trainer"]["name"] != "embedded":
             message = f"trainer {data['trainer']['name']} does not read implementation"
             yield at(document, f"/arms/{index}/implementation", "RL227", message, "use environment")

@@ -19,6 +19,7 @@ _ENTRY = {
     "vocabulary_size": "vocab_size",
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
+    "max_positions": "max_position_embeddings",
 }
 _EXPERTS = {
     "count": "num_experts",
@@ -38,7 +39,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1, None),
 }
 _WITHOUT_EFFECT = (
-    *("name", "source", "tokenizer", "load_balance_type"),
+    *("$schema", "name", "source", "tokenizer", "load_balance_type"),
     *("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "max_window_layers"),
     *("output_router_logits", "router_aux_loss_coef"),

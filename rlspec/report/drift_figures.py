@@ -26,7 +26,24 @@ def sentences(verdict: rows.Verdict) -> Iterator[str]:
     moved = _signs(evidence.get("sign_balance")), _first(evidence.get("step_1"))
     if any(moved):
         yield f"{'; '.join(filter(None, moved))}."
-    yield f"{_precision(evidence)}."
+    yield f"{_precision(evidence)}; {_rest(evidence)}."
+
+
+def _rest(evidence: Mapping[str, Any]) -> str:
+    """The figures that a reader of statistics looks for, in one line."""
+    parts = [f"steps judged {clean(evidence.get('steps') or evidence.get('steps_judged'))}"]
+    if single := evidence.get("single_ratios"):
+        parts.append(f"single ratios {ratio(single['min'])} to {ratio(single['max'])}")
+    if evidence.get("sparse") and evidence.get("diluted_ratio") is not None:
+        parts.append(f"diluted ratio {ratio(evidence['diluted_ratio'])}")
+    if evidence.get("lag1") is not None:
+        parts.append(f"lag-1 {number(evidence['lag1'], digits=2)}")
+    largest, mean = evidence.get("largest_contribution"), evidence.get("run_mean_t")
+    if largest and largest["share"] is not None:
+        parts.append(f"step {largest['step']} contributes {100 * largest['share']:.0f} %")
+    if mean and mean["t"] is not None:
+        parts.append(f"run-mean t {number(mean['t'], digits=3)}, p {number(mean['p'], digits=2)}, {mean['df']} df")
+    return "; ".join(parts)
 
 
 def _floor(evidence: Mapping[str, Any]) -> str:

@@ -57,7 +57,7 @@ def _properties(report: Report) -> dict[str, str]:
         "tag": report["tag"],
         "contract": (report["contract"] or {}).get("name"),
         "run": (report["run"] or {}).get("folder"),
-        "status": report["status"],
+        "status": report["outcome"],
         "exit_code": str(report["exit_code"]),
     }
     commits = {f"commit {arm['name']}": arm["commit"] for arm in report["arms"]}
@@ -118,14 +118,14 @@ def _expectation(report: Report) -> ET.Element:
     expect = report["expect"]
     case = ET.Element("testcase", classname=_text(_suite_name(report)), name=f"expect[{expect['status']}]")
     if not expect["met"]:
-        message = "; ".join(map(clean, expect["problems"])) or f"expected {expect['status']}, got {report['status']}"
-        ET.SubElement(case, "failure", type=report["status"], message=_text(message))
+        message = "; ".join(map(clean, expect["problems"])) or f"expected {expect['status']}, got {report['outcome']}"
+        ET.SubElement(case, "failure", type=report["outcome"], message=_text(message))
     return case
 
 
 def _nothing_judged(report: Report) -> ET.Element:
     case = ET.Element("testcase", classname=_text(_suite_name(report)), name="judged")
-    ET.SubElement(case, "error", type=report["status"], message="nothing was judged")
+    ET.SubElement(case, "error", type=report["outcome"], message="nothing was judged")
     return case
 
 

@@ -36,7 +36,7 @@ def escape(text: object) -> str:
 
 def _header(report: Report) -> list[str]:
     named = [report["model"], report["tag"], *(f"set {text}" for text in report["overrides"])]
-    lines = [f"### {escape(report['status'])}: {escape(rows.name(report))}"]
+    lines = [f"### {escape(report['outcome'])}: {escape(rows.name(report))}"]
     lines += ["", escape(report["question"])] if report["question"] else []
     return lines + (["", ", ".join(escape(value) for value in named if value)] if any(named) else [])
 

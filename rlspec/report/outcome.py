@@ -47,7 +47,7 @@ class Outcome:
 
 def of(report: Mapping[str, Any]) -> Outcome:
     """The outcome of a report."""
-    return Outcome(status=report["status"], why=_why(report), steps=tuple(_steps(report)), exit=_exit(report))
+    return Outcome(status=report["outcome"], why=_why(report), steps=tuple(_steps(report)), exit=_exit(report))
 
 
 def failed_arms(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -60,7 +60,7 @@ def report_file(report: Mapping[str, Any]) -> str:
 
 
 def _why(report: Mapping[str, Any]) -> str:
-    verdicts, status = report["verdicts"], report["status"]
+    verdicts, status = report["verdicts"], report["outcome"]
     if report["expect"] is not None:
         return _expected(report["expect"], status)
     if status in MEANS and verdicts:
@@ -92,10 +92,10 @@ def _steps(report: Mapping[str, Any]) -> list[str]:
     expect = report["expect"]
     if expect is not None and expect["met"]:
         return []
-    if expect is not None and report["status"] not in ("ERROR", "BLOCKED"):
+    if expect is not None and report["outcome"] not in ("ERROR", "BLOCKED"):
         return ["find out why this control does not do what it is there for"]
     steps = [f"read {clean(arm['log'])} (arm {clean(arm['name'])})" for arm in failed_arms(report) if arm["log"]]
-    return steps or _STEPS.get(report["status"], _none)(report)
+    return steps or _STEPS.get(report["outcome"], _none)(report)
 
 
 def _error(report: Mapping[str, Any]) -> list[str]:
@@ -137,7 +137,7 @@ def _exit(report: Mapping[str, Any]) -> str:
     meaning = EXITS.get(code, "see the documentation")
     if code == 0 and report["expect"] is not None:
         meaning = "as expected"
-    elif code == 0 and report["status"] in MEANS:
+    elif code == 0 and report["outcome"] in MEANS:
         meaning = "allowed by an option"
     elif code == 1 and report["expect"] is not None:
         meaning = "not as expected"

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlspec import catalog
 from rlspec.device.architecture import read
 from rlspec.device.decoder import Decoder, Span
 from rlspec.device.operators import Operators, Segment, Segments
 
 IMPLEMENTATIONS = ("reference", "torch")
+MODELS = Path(__file__).parents[2] / "specs/models"
 DENSE = {
     "model_type": "qwen3",
     "vocab_size": 61,
@@ -580,11 +582,15 @@ def test_unknown_profile_lists_the_known():
 # The shipped models
 
 
+def entry(name):
+    data, problems = catalog.checked("models", MODELS / f"{name}.yaml")
+    assert not problems
+    return data
+
+
 @pytest.mark.parametrize(("name", "experts"), [("tiny-dense", 0), ("tiny-moe", 8)])
 def test_shipped_tiny_models_build(name, experts):
-    yaml = pytest.importorskip("yaml")
-    entry = yaml.safe_load((Path(__file__).parents[2] / "specs/models" / f"{name}.yaml").read_text(encoding="utf-8"))
-    architecture = read(entry)
+    architecture = read(entry(name))
     assert (architecture.vocab_size, architecture.num_experts) == (257, experts)
     decoder = Decoder(architecture, Operators(), dtype=torch.float32)
     decoder.initialise(0)
@@ -592,3 +598,16 @@ def test_shipped_tiny_models_build(name, experts):
     logprobs = decoder(tokens, targets=tokens).logprobs
     # Fresh weights know nothing: about log 257 = 5.55 a byte.
     assert -logprobs.mean().item() == pytest.approx(5.55, abs=0.1)
+
+
+def test_the_entry_of_qwen3_8b_is_its_config_json():
+    assert read(entry("qwen3-8b")) == read(QWEN3_8B)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("gpt-oss-20b", "sliding_window"), ("deepseek-v2-lite", "kv_lora_rank"), ("char-gpt", "model_type")],
+)
+def test_entries_of_other_families_are_refused(name, key):
+    with pytest.raises(ValueError, match=rf"\b{key}\b"):
+        read(entry(name))

@@ -59,7 +59,7 @@ def test_no_field_may_be_missing(way: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize(
     ("way", "value"),
     [
-        (("status",), "OK"),
+        (("outcome",), "OK"),
         (("verdicts", 0, "status"), "pass"),
         (("verdicts", 0, "status"), "UNKNOWN"),
         (("verdicts", 0, "statistic"), "1.3"),

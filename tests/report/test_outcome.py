@@ -11,7 +11,7 @@ from tests.report import samples
 def report(*statuses: str, **fields: Any) -> dict[str, Any]:
     made = samples.load("correctness-pass")
     made["verdicts"] = [samples.verdict(subject=f"m{at}", status=one) for at, one in enumerate(statuses)]
-    return {**made, "status": statuses[0] if statuses else "BLOCKED", **fields}
+    return {**made, "outcome": statuses[0] if statuses else "BLOCKED", **fields}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""The processes that train together: sums and maxima over them, and their device. One process needs no start-up."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Job:
+    """Rank of `world` data-parallel processes."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def maximum(self, values: Iterable[float]) -> list[float]:
+        """The largest over the ranks of each value."""
+        tensor = torch.tensor(list(values), dtype=torch.float64, device=self.device)
+        if self.world > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        found: list[float] = tensor.tolist()
+        return found
+
+    def now(self) -> float:
+        """Seconds on the host's clock, when the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_memory(self) -> float:
+        """GiB: allocated on the GPU since `reset_peak`, without one the largest resident size of the process so far."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 2**30
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+@contextmanager
+def join(environment: Mapping[str, str] = os.environ) -> Iterator[Job]:
+    """The job that torchrun's variables tell of (nccl on GPUs, gloo else); without them one process."""
+    world, rank = int(environment.get("WORLD_SIZE", "1")), int(environment.get("RANK", "0"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(environment.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in environment:
+        # More threads split sums in other places, and some of torch's scatters then add in any order.
+        torch.set_num_threads(1)
+    if world == 1:
+        yield Job(device)
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield Job(device, rank, world)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,22 @@
+"""The smallest change that the weights can hold: what it grows into is the floor of a bit-reproducible stack."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def one_ulp(model: nn.Module, seed: int) -> None:
+    """Move every fp32 parameter to the next number above or below, as `seed` tosses; the same on every device.
+
+    Raises ValueError for parameters of another dtype: next to bf16 values, rounding-level faults would disappear.
+    """
+    wrong = sorted({str(p.dtype) for p in model.parameters()} - {"torch.float32"})
+    if wrong:
+        raise ValueError(f"perturb: 1ulp moves fp32 master weights; these are {', '.join(wrong)}: master_dtype: fp32")
+    generator = torch.Generator("cpu").manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            up = torch.randint(0, 2, parameter.shape, generator=generator, dtype=torch.bool)
+            towards = torch.where(up, torch.inf, -torch.inf).to(parameter)
+            parameter.copy_(torch.nextafter(parameter, towards))
