@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlspec import repository, runs
+from rlspec.errors import RunError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,15 +22,38 @@ class Found:
 
 
 def find(start: Path, keep: int) -> Found:
-    """All but the newest `keep` runs of each spec, with their size."""
-    base = runs.root(start.resolve())
+    """All but the newest `keep` runs of each spec, and the worktrees in those that stay.
+
+    A folder without a plan (rendered only, or cut off at once) counts as a run of the spec that its name ends in.
+    Raises SpecError while a run that uses one of the worktrees goes on.
+    """
     by_spec: dict[str, list[runs.Folder]] = defaultdict(list)
-    for folder in runs.all_of(base):
-        by_spec[runs.load(folder.plan)["spec"]["path"]].append(folder)
-    old = [folder for folders in by_spec.values() for folder in folders[: max(0, len(folders) - keep)]]
-    paths = [path for folder in old for path in (folder.workspace, folder.logging) if path.exists()]
-    lines = [f"{_size(path) / 2**20:8.1f} MiB  {path}" for path in paths]
-    return Found(paths=tuple(paths), text="\n".join(lines))
+    for folder in runs.folders(runs.root(start.resolve())):
+        by_spec[_spec(folder)].append(folder)
+    old, kept = [], []
+    for folders in by_spec.values():
+        count = max(0, len(folders) - keep)
+        old += folders[:count]
+        kept += folders[count:]
+    trees = [tree for folder in kept for tree in _worktrees(folder.workspace)]
+    for tree in [*trees, *(tree for folder in old for tree in _worktrees(folder.workspace))]:
+        with repository.lock(tree, "clean"):
+            pass
+    paths = [*(path for folder in old for path in (folder.workspace, folder.logging) if path.exists()), *trees]
+    sizes = [_size(path) for path in paths]
+    lines = [f"{size / 2**20:8.1f} MiB  {path}" for size, path in zip(sizes, paths, strict=True)]
+    return Found(paths=tuple(paths), text="\n".join([*lines, f"{sum(sizes) / 2**20:8.1f} MiB  in all"]))
+
+
+def _spec(folder: runs.Folder) -> str:
+    with contextlib.suppress(RunError, KeyError, TypeError):
+        return str(runs.load(folder.plan)["spec"]["path"])
+    return folder.name.partition("-")[2]
+
+
+def _worktrees(workspace: Path) -> list[Path]:
+    """In a worktree of git, `.git` is a file."""
+    return sorted(git.parent for git in workspace.glob("*/.git") if git.is_file())
 
 
 def _size(path: Path) -> int:
@@ -35,12 +61,21 @@ def _size(path: Path) -> int:
 
 
 def remove(found: Found) -> None:
-    """Remove the folders; a worktree in one is taken out of git's list, too."""
+    """Remove the folders; a worktree is taken out of git's list, too. Raises RunError."""
     for path in found.paths:
-        for git in path.glob("*/.git"):
-            repository.remove_worktree(git.parent)
-        shutil.rmtree(path)
-    for path in found.paths:
-        latest = path.parent / "latest"
+        for tree in [path] if (path / ".git").is_file() else _worktrees(path):
+            repository.remove_worktree(tree)
+        if path.exists():
+            shutil.rmtree(path)
+    _tidy(path.parent for path in found.paths)
+
+
+def _tidy(places: Iterable[Path]) -> None:
+    """Links `latest` that lead nowhere, and folders that are empty now."""
+    for place in set(places):
+        latest = place / "latest"
         if latest.is_symlink() and not latest.exists():
             latest.unlink()
+        with contextlib.suppress(OSError):  # not empty
+            place.rmdir()
+            place.parent.rmdir()

@@ -16,15 +16,15 @@ from rlspec import __version__, errors
 if TYPE_CHECKING:
     from rlspec.model import Document, Problem
 
-CONTEXT = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "RLSPEC", "max_content_width": 100}
+CONTEXT = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "RLSPEC"}
 PATHS = click.Path(path_type=Path)
 EXITS = """
 \b
-Exit codes
-  0  all PASS, MEASURED or N/A, with at least one PASS or MEASURED (or as expected)
+Exit codes of run and judge (of several specs, the worst: 4, 1, 3, 5, 0)
+  0  PASS or MEASURED, or as the spec expects
   1  FAIL            2  bad spec or usage, nothing ran
   3  INVESTIGATE     4  ERROR: could not be judged
-  5  BLOCKED, or nothing judged        130/143  interrupted
+  5  BLOCKED, or nothing judged        130, 143  interrupted
 """
 
 
@@ -40,8 +40,19 @@ def _for_people() -> Iterator[None]:
         click.echo(f"error: {error}", err=True)
         raise SystemExit(errors.ERROR) from None
     except BrokenPipeError:
-        sys.stdout = None
+        _hush()
         raise SystemExit(errors.ERROR) from None
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        click.echo(f"error: {place}{error.strerror or error}", err=True)
+        raise SystemExit(errors.ERROR) from None
+    except KeyboardInterrupt:
+        raise SystemExit(errors.INTERRUPTED) from None
+
+
+def _hush() -> None:
+    """Whoever read our output is gone; what is still to come goes nowhere, and so does what is left in the buffer."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Group(click.Group):
@@ -51,20 +62,22 @@ class _Group(click.Group):
 
 
 @click.group(cls=_Group, context_settings=CONTEXT, epilog=EXITS)
-@click.version_option(__version__, prog_name="rlspec")
+@click.version_option(__version__, prog_name="rlspec", help="Print the version and exit.")
 def main() -> None:
     """Did the numbers change, and is that the code or the noise?
 
-    A spec in YAML names the model, the mesh, the arms and the judgments. rlspec lints it, renders identical run
-    files, executes the arms in order and judges what they measured against a tolerance contract.
+    A spec in YAML names the model, the mesh, the arms and the judgments.
+    rlspec lints it, renders identical run files, executes the arms in order
+    and judges what they measured against a tolerance contract.
 
     \b
-    rlspec init correctness > my-branch.yaml   a commented spec to start from
-    rlspec lint my-branch.yaml                 every problem, with line and column
-    rlspec plan my-branch.yaml                 what would run
-    rlspec run my-branch.yaml                  run it, and the verdict
-    rlspec judge base0.log base1.log feat0.log --reader pithtrain
-                                               the verdict on logs that you have
+      rlspec init correctness > my.yaml   a commented spec to start from
+      rlspec lint my.yaml                 every problem, with line and column
+      rlspec plan my.yaml                 what would run
+      rlspec run my.yaml                  run it, and the verdict
+    \b
+      rlspec judge base0.log base1.log feat0.log --reader pithtrain
+                                          the verdict on logs that you have
     """
 
 
@@ -76,10 +89,18 @@ _outputs = click.option(
     "outputs",
     multiple=True,
     type=PATHS,
-    help="Write the report here, too; the suffix picks the format (.json .md .xml). May be repeated.",
+    metavar="FILE",
+    help="Write the report to FILE, too, in the format of its suffix: .json, .md (Markdown) or .xml (JUnit). "
+    "May be repeated.",
 )
 _verbose = click.option("-v", "--verbose", is_flag=True, help="Print every figure of every verdict.")
-_set = click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Lay a value over the spec.")
+_set = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Lay a value over the spec, such as trainer.steps=8 or arms.2.revision=HEAD. May be repeated; recorded.",
+)
 
 
 def _linted(paths: Sequence[Path], overrides: Sequence[str] = (), strict: bool = False) -> list[Document]:
@@ -133,12 +154,19 @@ def _print_problems(problems: Sequence[Problem], how: str) -> None:
 
 @main.command()
 @click.argument("paths", nargs=-1, required=True, type=PATHS)
-@click.option("--format", "how", type=click.Choice(["text", "json", "github"]), help="Default: text, github in Actions.")
+@click.option(
+    "--format",
+    "how",
+    type=click.Choice(["text", "json", "github"]),
+    help="How problems are printed: text, a JSON list, or annotations of GitHub Actions (the default there).",
+)
 @click.option("--strict", is_flag=True, help="Warnings count as errors.")
 def lint(paths: tuple[Path, ...], how: str | None, strict: bool) -> None:
     """Report every problem of every spec at and below PATHS.
 
-    Runs nothing, needs no GPU and does not import torch. `rlspec explain RL203` explains a rule.
+    Runs nothing, needs no GPU and does not import torch. A problem has a
+    place, a rule, what is wrong and a hint; `rlspec explain RL203` explains a
+    rule. Exit 0 if there is no error, else 2.
     """
     from rlspec import linting
 
@@ -160,18 +188,34 @@ def lint(paths: tuple[Path, ...], how: str | None, strict: bool) -> None:
 @click.argument("path", type=PATHS)
 @_set
 def plan(path: Path, overrides: tuple[str, ...]) -> None:
-    """Print the resolved spec, the steps in order, their commands and files, and the cost. Writes nothing."""
+    """Print what a run of the spec at PATH would do, and write nothing.
+
+    The resolved spec with its defaults, the contract rows it is judged by, the
+    arms in order with commit, command and files, and what they cost.
+    """
     from rlspec import planning
 
     for document in _linted([path], overrides):
-        click.echo(planning.text(document))
+        click.echo(planning.text(document, _width()))
+
+
+def _width() -> int:
+    import shutil
+
+    from rlspec.report import terminal
+
+    return terminal.width(os.environ, shutil.get_terminal_size().columns)
 
 
 @main.command()
 @click.argument("path", type=PATHS)
 @_set
 def render(path: Path, overrides: tuple[str, ...]) -> None:
-    """Write the run files of a spec into a new run folder, and run nothing."""
+    """Write the run files of the spec at PATH into a new run folder.
+
+    Nothing is run. Prints the paths of the files, one an arm, which are the
+    same to the byte.
+    """
     from rlspec import planning
 
     for document in _linted([path], overrides):
@@ -181,8 +225,19 @@ def render(path: Path, overrides: tuple[str, ...]) -> None:
 
 @main.command()
 @click.argument("paths", nargs=-1, required=True, type=PATHS)
-@click.option("--arm", "arms", multiple=True, metavar="NAME", help="Run this arm only; the others come from --from.")
-@click.option("--from", "from_run", metavar="RUN", help="Use the arms of this run that are still valid.")
+@click.option(
+    "--arm",
+    "arms",
+    multiple=True,
+    metavar="NAME",
+    help="Run this arm only; the others come from --from, --resume or --retry-errors. May be repeated.",
+)
+@click.option(
+    "--from",
+    "from_run",
+    metavar="RUN",
+    help="Use the arms of RUN that are still valid: same run file, commit, command and environment.",
+)
 @click.option("--resume", is_flag=True, help="Go on with the newest run of the spec: run the arms that have not run.")
 @click.option("--retry-errors", is_flag=True, help="As --resume, and run the failed arms again.")
 @click.option("--keep-going", is_flag=True, help="Start the next arm even after one has failed.")
@@ -210,8 +265,12 @@ def run(
 ) -> None:
     """Lint, render, execute, judge and report every spec at and below PATHS.
 
-    Arms run strictly one after the other. Everything of a run lies in workspace/ and logging/ below the top of
-    the git repository that holds the current folder. Progress goes to stderr, the verdict table to stdout.
+    If one spec is bad, none runs. Arms run strictly one after the other.
+    Everything of a run lies in workspace/ and logging/ at the top of the git
+    repository that holds the current folder, or else in that folder. Progress
+    goes to stderr, the verdict table to stdout.
+
+    RUN is such a folder or its name: `rlspec list runs`.
     """
     from rlspec import linting, pipeline, planning, report, verdicts
 
@@ -223,7 +282,7 @@ def run(
         raise errors.SpecError("no spec there" + (f" whose name contains {only!r}" if only else ""))
     if dry_run:
         for document in documents:
-            click.echo(planning.text(document))
+            click.echo(planning.text(document, _width()))
         return
     if len(documents) > 1 and outputs:
         raise errors.SpecError("-o takes one report, here are several specs; each run folder holds its report.json")
@@ -235,20 +294,32 @@ def run(
         keep_going=keep_going,
         overrides=overrides,
     )
+    for document in documents if len(documents) > 1 else ():
+        pipeline.check(document, options)
     codes = []
     for document in documents:
-        made = _one(document, options)
-        codes.append(_report(made, outputs, verbose, investigate_ok, blocked_ok))
+        try:
+            made = _one(document, options)
+        except (errors.SpecError, errors.RunError) as error:
+            if len(documents) == 1:
+                raise
+            click.echo(f"error: {error}", err=True)
+            codes.append(errors.USAGE if isinstance(error, errors.SpecError) else errors.ERROR)
+        else:
+            codes.append(_report(made, outputs, verbose, investigate_ok, blocked_ok))
     raise SystemExit(verdicts.combine(codes))
 
 
 def _repair(paths: Sequence[Path]) -> None:
     from rlspec import launch, repository
 
-    with launch.signals():
-        for path in paths:
-            for line in repository.repair_around(path):
-                click.echo(line, err=True)
+    try:
+        with launch.signals():
+            for path in paths:
+                for line in repository.repair_around(path):
+                    click.echo(line, err=True)
+    except launch.Interrupted as interrupted:
+        raise SystemExit(interrupted.exit_code) from None
 
 
 def _one(document: Document, options: Any) -> dict[str, Any]:
@@ -257,31 +328,59 @@ def _one(document: Document, options: Any) -> dict[str, Any]:
     try:
         return pipeline.run(document, options, sys.stderr)
     except launch.Interrupted as interrupted:
-        click.echo("interrupted; `rlspec run --resume` goes on with what is left", err=True)
+        click.echo(f"interrupted; `rlspec run {document.path} --resume` goes on with what is left", err=True)
         raise SystemExit(interrupted.exit_code) from None
 
 
 def _report(
-    made: dict[str, Any], outputs: Sequence[Path], verbose: bool, investigate_ok: bool, blocked_ok: bool
+    made: dict[str, Any],
+    outputs: Sequence[Path],
+    verbose: bool,
+    investigate_ok: bool,
+    blocked_ok: bool,
+    again: bool = True,
 ) -> int:
+    """Write and print a report; its exit code. `again`: its run folder gets a report.json, too."""
     from rlspec import report
 
     allowed = (errors.INVESTIGATE,) * investigate_ok + (errors.BLOCKED,) * blocked_ok
     if made["exit_code"] in allowed:
         made["exit_code"] = errors.OK
-    report.save(made, outputs)
+    report.save(made, (), again)
+    _print(made, verbose)
+    report.save(made, outputs, again=False)
     report.summary(made, os.environ)
-    click.echo(report.screen(made, os.environ, sys.stdout.isatty(), verbose), nl=False)
     return int(made["exit_code"])
+
+
+def _print(made: dict[str, Any], verbose: bool) -> None:
+    from rlspec import report
+
+    try:
+        click.echo(report.screen(made, os.environ, sys.stdout.isatty(), verbose), nl=False)
+    except BrokenPipeError:  # `… | head` has seen enough; the exit code still says what came out
+        _hush()
 
 
 @main.command()
 @click.argument("files", nargs=-1, type=PATHS)
 @click.option("--reader", metavar="NAME", help="How the logs are read; see `rlspec list readers`.")
-@click.option("--kind", type=click.Choice(["correctness", "performance", "parity"]), default="correctness")
-@click.option("--metric", "metrics", multiple=True, metavar="NAME", help="Judge this metric, as the trainer prints it.")
+@click.option(
+    "--kind",
+    type=click.Choice(["correctness", "performance", "parity"]),
+    default="correctness",
+    show_default=True,
+    help="What is asked of the logs.",
+)
+@click.option(
+    "--metric",
+    "metrics",
+    multiple=True,
+    metavar="NAME",
+    help="Judge this metric, by the name that the trainer prints. May be repeated. Default: the reader's usual ones.",
+)
 @click.option("--pattern", metavar="RE", help="For reader regex: named groups step and one a metric.")
-@click.option("--contract", metavar="NAME", help="Judge by the rows of this contract.")
+@click.option("--contract", metavar="NAME", help="Judge by the rows of this contract; see `rlspec list contracts`.")
 @click.option("--base", "bases", multiple=True, type=PATHS, help="A base log; the first is base0. May be repeated.")
 @click.option("--feature", "features", multiple=True, type=PATHS, help="A feature log. May be repeated.")
 @_outputs
@@ -302,15 +401,19 @@ def judge(
     blocked_ok: bool,
     verbose: bool,
 ) -> None:
-    """Judge logs that you have, or a finished RUN again.
+    """Judge logs that you have, or a RUN again.
 
     \b
-    rlspec judge base0.log base1.log feat0.log --reader pithtrain
-    rlspec judge --base mon.jsonl --base tue.jsonl --feature new.jsonl --reader jsonl --metric loss
-    rlspec judge rollout.jsonl train.jsonl --kind parity        (rollout first, then the trainer)
-    rlspec judge RUN                                            (a run folder, its name, or its report.json)
+      rlspec judge base0.log base1.log feat0.log --reader pithtrain
+      rlspec judge --base mon.jsonl --base tue.jsonl --feature new.jsonl \\
+                   --reader jsonl --metric loss
+      rlspec judge rollout.jsonl train.jsonl --kind parity
+      rlspec judge RUN
 
-    Without --base and --feature, files whose names begin with base and feat have these roles.
+    Files whose names begin with base or feat have that role; --base and
+    --feature give it to any file. Of kind parity, the rollout comes first and
+    then the trainer. RUN is the folder of a run, its name, or a report.json;
+    what was recorded is judged anew, and the report of the run stays as it is.
     """
     from rlspec import judging, report
 
@@ -325,7 +428,9 @@ def judge(
         bases=bases,
         features=features,
     )
-    raise SystemExit(_report(made, outputs, verbose, investigate_ok, blocked_ok))
+    folder = made["run"] and Path(made["run"]["folder"])
+    again = bool(folder) and not (folder / "report.json").exists()
+    raise SystemExit(_report(made, outputs, verbose, investigate_ok, blocked_ok, again))
 
 
 @main.command(name="report")
@@ -333,34 +438,52 @@ def judge(
 @_outputs
 @_verbose
 def report_(run: str, outputs: tuple[Path, ...], verbose: bool) -> None:
-    """Print the report of a finished RUN again, or write it in another format."""
+    """Print the report of a finished RUN again, or write it in another format.
+
+    RUN is the folder of a run, its name, or a report.json. Judges nothing.
+    """
     from rlspec import report, runs
 
     report.known(outputs)
     path = Path(run)
     if not (path.is_file() and path.suffix == ".json"):
-        path = runs.find(runs.root(Path.cwd()), run).report
-    made = runs.load(path, "report")
+        folder = runs.find(runs.root(Path.cwd()), run)
+        if not folder.report.exists():
+            raise errors.SpecError(f"{folder.name} has no report, since it did not end; `rlspec judge {run}` makes one")
+        path = folder.report
+    made = runs.given(path, "report")
+    _print(made, verbose)
     report.save(made, outputs, again=False)
-    click.echo(report.screen(made, os.environ, sys.stdout.isatty(), verbose), nl=False)
 
 
 @main.command()
 @click.argument("kind")
 def init(kind: str) -> None:
-    """Print a commented spec of KIND to start from."""
+    """Print a commented spec of KIND to start from.
+
+    KIND is correctness, performance or parity. What is to be filled in stands
+    in <angle brackets>; `rlspec lint` names what is left over.
+    """
     from rlspec import schema
 
-    path = Path(__file__).parent / "templates" / kind / "init.yaml"
+    if kind in schema.LATER:
+        raise errors.SpecError(f"kind {kind!r} comes in a later version; now: {', '.join(schema.KINDS)}")
     if kind not in schema.KINDS:
         raise errors.SpecError(f"unknown kind {kind!r}; {schema.suggestion(kind, schema.KINDS)}")
+    path = Path(__file__).parent / "templates" / kind / "init.yaml"
     click.echo(path.read_text(encoding="utf-8"), nl=False)
 
 
 @main.command(name="list")
-@click.argument("what", type=click.Choice(["models", "contracts", "workloads", "trainers", "readers", "judgments", "runs"]))
+@click.argument(
+    "what", type=click.Choice(["models", "contracts", "workloads", "trainers", "readers", "judgments", "runs"])
+)
 def list_(what: str) -> None:
-    """List what there is of one sort, with a line about each."""
+    """List what there is of one sort, a line each.
+
+    Models, contracts and workloads are those that a spec in the current folder
+    could name; runs are those below workspace/, the oldest first.
+    """
     from rlspec import listing
 
     click.echo(listing.table(what, Path.cwd()))
@@ -369,7 +492,8 @@ def list_(what: str) -> None:
 @main.command()
 @click.argument("name")
 def explain(name: str) -> None:
-    """Explain a lint rule (RL203), a judgment (drift) or a contract row (training/drift)."""
+    """Explain a lint rule (RL203), a judgment (drift), a contract (training)
+    or a row of one (training/drift)."""
     from rlspec import listing
 
     click.echo(listing.explain(name, Path.cwd()))
@@ -378,7 +502,11 @@ def explain(name: str) -> None:
 @main.command()
 @click.argument("name", metavar="KIND")
 def schema(name: str) -> None:
-    """Print the JSON Schema of a spec of KIND, or of model, contract, records, plan or report."""
+    """Print the JSON Schema of a spec of KIND.
+
+    Or of one of the files that specs name and runs write: model, contract,
+    records, plan, report.
+    """
     import json
 
     from rlspec import schema as schemas
@@ -393,17 +521,30 @@ def schema(name: str) -> None:
 @main.command()
 @click.argument("paths", nargs=-1, type=PATHS)
 def doctor(paths: tuple[Path, ...]) -> None:
-    """Show what this machine can run, and which of the specs at PATHS would be BLOCKED."""
+    """Show what this machine can run.
+
+    With PATHS, also which of the specs there would be BLOCKED, and why.
+    """
     from rlspec import listing
 
     click.echo(listing.doctor(paths))
 
 
 @main.command()
-@click.option("--keep", default=5, show_default=True, type=click.IntRange(min=0), help="Runs of each spec to keep.")
-@click.option("--yes", is_flag=True, help="Do it without asking.")
+@click.option(
+    "--keep",
+    default=5,
+    show_default=True,
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="Keep the newest N runs of each spec.",
+)
+@click.option("--yes", is_flag=True, help="Remove without asking.")
 def clean(keep: int, yes: bool) -> None:
-    """Remove old runs, leftover worktrees and nothing else, after showing what and how much."""
+    """Remove old runs and leftover worktrees, and nothing else.
+
+    Shows what would go and how large it is, then asks.
+    """
     from rlspec import cleaning
 
     found = cleaning.find(Path.cwd(), keep)
@@ -411,8 +552,12 @@ def clean(keep: int, yes: bool) -> None:
         click.echo("nothing to remove")
         return
     click.echo(found.text)
-    if not yes and not click.confirm("remove them?", default=False):
-        click.echo("nothing removed")
+    try:
+        sure = yes or click.confirm("remove them?", default=False)
+    except click.Abort:  # no terminal to answer at, or Ctrl-C
+        sure = False
+    if not sure:
+        click.echo("nothing removed; --yes removes without asking")
         return
     cleaning.remove(found)
     click.echo(f"removed {len(found.paths)} folders")

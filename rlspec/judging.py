@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,17 @@ def judge(
     """The report on logs, on a run or on a report.json. Raises SpecError or RunError."""
     if not files and not bases and not features:
         raise SpecError("nothing to judge: name logs, or a run")
-    if len(files) == 1 and not bases and not features and reader is None:
+    given = {"--reader": reader, "--metric": metrics, "--pattern": pattern, "--base": bases, "--feature": features}
+    if len(files) == 1 and not bases and not features and reader is None and kind != "parity":
+        if _is_log(files[0]):
+            raise SpecError(f"{files[0]} alone cannot be judged: name base and feature logs and their --reader")
+        _refuse(given, "a run is judged by its own spec")
         return _again(files[0], contract)
     if kind == "parity":
-        return _parity(files, reader, contract)
+        _refuse(given, "kind parity reads two files of log-probs, the rollout's and then the trainer's")
+        return _parity(files, contract)
+    if kind == "performance":
+        _refuse({"--metric": metrics}, "kind performance judges step_time, throughput and peak_memory")
     roles = _roles(files, bases, features, 2 if kind == "correctness" else 1)
     if reader is None:
         raise SpecError(f"name the --reader of the logs; {schema.suggestion('', logs.READERS)}")
@@ -47,30 +54,39 @@ def judge(
     )
 
 
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    """An option that would be ignored is a mistake."""
+    for name, value in options.items():
+        if value:
+            raise SpecError(f"{name} has no meaning here: {why}; leave it out")
+
+
+def _is_log(path: Path) -> bool:
+    return path.is_file() and path.suffix != ".json"
+
+
 def _again(path: Path, contract: str | None) -> dict[str, Any]:
-    """Judge a finished run again, or the logs that a report names."""
-    if path.is_file() and path.suffix == ".json" and not (path.parent / "plan.json").is_file():
-        return _from_report(path)
-    if path.is_file() and path.name not in ("report.json", "plan.json"):
-        raise SpecError(f"{path} alone cannot be judged: name base and feature logs and a --reader")
-    return pipeline.rejudge(runs.find(runs.root(Path.cwd().resolve()), str(path)), contract)
+    """Judge a run again, or the logs that a report names."""
+    if path.is_file() and not (path.parent / "plan.json").is_file():
+        return _from_report(path, contract)
+    return pipeline.rejudge(runs.find(runs.root(Path.cwd()), str(path)), contract)
 
 
-def _from_report(path: Path) -> dict[str, Any]:
-    made = runs.load(path, "report")
-    source = made.get("source")
+def _from_report(path: Path, contract: str | None) -> dict[str, Any]:
+    made = runs.given(path, "report")
+    source, run = made.get("source"), made["run"]
     if source is None:
-        run = made.get("run") or {}
         if run and (Path(run["folder"]) / "plan.json").is_file():
-            return pipeline.rejudge(runs.find(Path.cwd(), run["folder"]))
-        raise SpecError(f"{path}: its run folder {run.get('folder')} is not here any more, so nothing can be re-derived")
+            return pipeline.rejudge(runs.find(Path.cwd(), run["folder"]), contract)
+        lost = f"the run folder {run['folder']} that it names is not here" if run else "it names neither run nor logs"
+        raise SpecError(f"{path}: {lost}, so nothing can be judged again")
     files = []
     for arm in made["arms"]:
-        log = Path(arm["log"])
+        log = Path(arm["log"] or "")
         if not log.is_file():
-            raise SpecError(f"{path}: its log {log} is not here any more")
+            raise SpecError(f"{path}: {log}, the log of {arm['name']}, is not here any more")
         if pipeline.digest(log) != arm["log_digest"]:
-            raise SpecError(f"{path}: {log} has changed since it was judged")
+            raise SpecError(f"{path}: {log}, the log of {arm['name']}, is not what was judged: its digest differs")
         files.append((arm["role"], log))
     return pipeline.judge_logs(
         pipeline.Source(
@@ -79,17 +95,15 @@ def _from_report(path: Path) -> dict[str, Any]:
             reader=source["reader"],
             pattern=source["pattern"],
             metrics=tuple(source["metrics"]),
-            contract=source["contract"],
+            contract=contract or source["contract"],
         )
     )
 
 
-def _parity(files: Sequence[Path], reader: str | None, contract: str | None) -> dict[str, Any]:
+def _parity(files: Sequence[Path], contract: str | None) -> dict[str, Any]:
     if len(files) != 2:
-        raise SpecError(f"--kind parity takes two files, the rollout's and the trainer's, not {len(files)}")
-    for path in files:
-        if not path.is_file():
-            raise SpecError(f"there is no file {path}")
+        raise SpecError(f"--kind parity takes two files, the rollout's and then the trainer's, not {len(files)}")
+    _distinct(files)
     sides = (("rollout", files[0].absolute()), ("train", files[1].absolute()))
     return pipeline.judge_logs(pipeline.Source(kind="parity", files=sides, reader="", contract=contract))
 
@@ -103,15 +117,18 @@ def _roles(
     loose = [path for path in files if path not in base and path not in feature]
     if loose:
         raise SpecError(f"{loose[0]}: base or feature? name it base… or feat…, or say --base FILE or --feature FILE")
-    listed = [*base, *feature]
-    for path in listed:
-        if not path.is_file():
-            raise SpecError(f"there is no file {path}")
-    resolved = [path.resolve() for path in listed]
-    for path in listed:
-        if resolved.count(path.resolve()) > 1:
-            raise SpecError(f"{path} stands twice: a log compared with itself proves nothing")
+    _distinct([*base, *feature])
     if len(base) < least or not feature:
-        wanted = "two base logs and a feature log" if least == 2 else "a base log and a feature log"
-        raise SpecError(f"{wanted} are needed, here are {len(base)} and {len(feature)}")
-    return (*(("base", path) for path in base), *(("feature", path) for path in feature))
+        wanted = "two base logs (their difference is the floor)" if least == 2 else "a base log"
+        raise SpecError(f"{wanted} and a feature log are needed, here are {len(base)} base and {len(feature)} feature logs")
+    return (*(("base", path.absolute()) for path in base), *(("feature", path.absolute()) for path in feature))
+
+
+def _distinct(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if not path.is_file():
+            raise SpecError(f"{path} is a folder, name the file in it" if path.is_dir() else f"there is no file {path}")
+    resolved = [path.resolve() for path in paths]
+    for path in paths:
+        if resolved.count(path.resolve()) > 1:
+            raise SpecError(f"{path} stands twice: a file compared with itself proves nothing")

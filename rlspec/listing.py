@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlspec import catalog, contract, linting, logs, machine, runs, schema
-from rlspec.checks import CHECKS
+from rlspec.checks import CHECKS, common, training
 from rlspec.errors import RunError, SpecError
-from rlspec.model import Row
+from rlspec.model import Document, Row
 from rlspec.rules import RULES
 from rlspec.trainers import TRAINERS
 
@@ -94,10 +94,19 @@ def explain(name: str, near: Path) -> str:
         return "\n\n".join(_row(row) for row in _rows(name, near))
     if name in JUDGMENTS:
         kind, about = JUDGMENTS[name]
-        rows = [row for row in contract.load("training" if kind != "parity" else "ws1", near).rows
+        rows = [row for row in contract.load(common.CONTRACTS[kind], near).rows
                 if row.judgment == name or row.judgment.startswith(f"{name}_calibrated")]  # fmt: skip
         return "\n\n".join([textwrap.fill(f"{name} (kind {kind}): {about}", 78), *(_row(row) for row in rows)])
-    raise SpecError(f"nothing is called {name!r}; {schema.suggestion(name, [*RULES, *JUDGMENTS])}")
+    contracts = catalog.entries("contracts", near)
+    if name in contracts:
+        return "\n\n".join(_row(row) for row in contract.load(name, near).rows)
+    known = [*JUDGMENTS, *contracts, *(f"{each}/drift" for each in contracts if each == "training")]
+    close = schema.nearest(name.upper(), RULES) if name.upper().startswith("RL") else schema.nearest(name, known)
+    meant = f"did you mean {close!r}? " if close else ""
+    raise SpecError(
+        f"nothing is called {name!r}; {meant}known are rules ({min(RULES)} to {max(RULES)}), "
+        f"judgments ({', '.join(JUDGMENTS)}), contracts ({', '.join(contracts)}) and their rows, such as training/drift"
+    )
 
 
 def _rows(name: str, near: Path) -> list[Row]:
@@ -106,7 +115,7 @@ def _rows(name: str, near: Path) -> list[Row]:
     found = [row for row in made.rows if row.id.split("/")[: len(wanted)] == wanted]
     if not found:
         known = [row.judgment for row in made.rows]
-        raise SpecError(f"contract {wanted[0]} has no row {name!r}; {schema.suggestion(wanted[1], known)}")
+        raise SpecError(f"contract {wanted[0]} has no row {name!r}; {schema.suggestion(wanted[1], set(known))}")
     return found
 
 
@@ -121,10 +130,17 @@ def doctor(paths: Sequence[Path]) -> str:
     """This machine's means, and the specs that it would leave BLOCKED."""
     lines = [f"{name:<8} {value}" for name, value in machine.facts()]
     documents, problems = linting.lint(paths) if paths else ([], [])
-    for document in documents:
-        spec = CHECKS[document.data["kind"]].parse(document)
-        reasons = machine.unmet(spec.requires)
-        lines.append(f"{spec.path}: {'BLOCKED: ' + '; '.join(reasons) if reasons else 'can run as far as `requires` says'}")
+    lines += [""] * bool(documents or problems)
+    lines += [f"{document.path}: {_prospects(document)}" for document in documents]
     broken = sorted({str(problem.path) for problem in problems if problem.severity == "error"})
     lines += [f"{path}: does not lint; see `rlspec lint {path}`" for path in broken]
     return "\n".join(lines)
+
+
+def _prospects(document: Document) -> str:
+    spec = CHECKS[document.data["kind"]].parse(document)
+    if reasons := machine.unmet(spec.requires):
+        return f"BLOCKED: {'; '.join(reasons)}"
+    if spec.trainer is not None and (reason := training.cannot_run(spec)):
+        return reason
+    return "can run: this machine meets what it requires" if spec.requires else "can run: it requires nothing special"

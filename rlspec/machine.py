@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -10,8 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 
+_GPU = re.compile(
+    r"\s*(?P<name>.+?)\s*,\s*(?P<major>\d+)\.(?P<minor>\d+)\s*,\s*(?:(?P<mib>\d+)|[^,]*?)\s*,\s*(?P<driver>\S+)\s*",
+    re.ASCII,
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
+    """One GPU; `memory_gib` is 0 where its driver does not say."""
+
     name: str
     capability: tuple[int, int]
     memory_gib: float
@@ -22,20 +31,15 @@ def gpus() -> list[Gpu]:
     """The GPUs that nvidia-smi lists; none where it is not there or fails."""
     query = "--query-gpu=name,compute_cap,memory.total,driver_version"
     lines = _output(["nvidia-smi", query, "--format=csv,noheader,nounits"]).splitlines()
-    found = []
-    for line in lines:
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 4 and fields[1].count(".") == 1:
-            major, minor = fields[1].split(".")
-            found.append(
-                Gpu(
-                    name=fields[0],
-                    capability=(int(major), int(minor)),
-                    memory_gib=float(fields[2]) / 1024,
-                    driver=fields[3],
-                )
-            )
-    return found
+    return [
+        Gpu(
+            name=found["name"],
+            capability=(int(found["major"]), int(found["minor"])),
+            memory_gib=float(found["mib"] or 0) / 1024,  # [N/A] where memory is shared with the host
+            driver=found["driver"],
+        )
+        for found in filter(None, map(_GPU.fullmatch, lines))
+    ]
 
 
 def _output(argv: list[str]) -> str:
@@ -49,6 +53,8 @@ def _output(argv: list[str]) -> str:
 def unmet(requires: Mapping[str, Any]) -> list[str]:
     """Each requirement that this machine does not meet, as a sentence."""
     reasons = [f"program {name!r} is not on PATH" for name in requires.get("commands", ()) if not shutil.which(name)]
+    if requires.get("pinned_weights"):
+        reasons.append("pinned weights are needed, and this version has none")
     wants_gpu = requires.get("device") == "cuda" or {"capability", "gpus", "memory_gib"} & set(requires)
     if not wants_gpu:
         return reasons
@@ -56,16 +62,17 @@ def unmet(requires: Mapping[str, Any]) -> list[str]:
     if not here:
         return [*reasons, "no CUDA device here (nvidia-smi lists none)"]
     if (count := requires.get("gpus", 1)) > len(here):
-        reasons.append(f"{count} GPUs are needed, {len(here)} are here")
+        reasons.append(f"{count} GPUs are needed, here: {len(here)}")
     if text := requires.get("capability"):
         need = tuple(int(part) for part in text.removeprefix(">=").split("."))
         fits = [gpu.capability >= need if text.startswith(">=") else gpu.capability == need for gpu in here]
         if not all(fits):
-            reasons.append(f"compute capability {text} is needed, here is {'.'.join(map(str, here[0].capability))}")
+            found = sorted({".".join(map(str, gpu.capability)) for gpu in here})
+            reasons.append(f"compute capability {text} is needed, here: {', '.join(found)}")
     if need_gib := requires.get("memory_gib"):
         least = min(gpu.memory_gib for gpu in here)
         if not least >= need_gib:
-            reasons.append(f"{need_gib} GiB of GPU memory are needed, {least:.0f} GiB are here")
+            reasons.append(f"{need_gib:g} GiB of GPU memory are needed, here: {least:.1f} GiB")
     return reasons
 
 
@@ -80,8 +87,8 @@ def version(distribution: str) -> str | None:
 def facts() -> list[tuple[str, str]]:
     """What `doctor` prints of this machine."""
     here = gpus()
-    listed = [f"{gpu.name}, {gpu.memory_gib:.0f} GiB, sm_{gpu.capability[0]}{gpu.capability[1]}" for gpu in here]
-    rows = [("GPU", "; ".join(listed) or "none (operator and GPU specs are BLOCKED)")]
+    rows = [("GPU", f"{gpu.name}, {gpu.memory_gib:.0f} GiB, sm_{gpu.capability[0]}{gpu.capability[1]}") for gpu in here]
+    rows = rows or [("GPU", "none that nvidia-smi lists; specs that require one are BLOCKED here")]
     if here:
         rows.append(("driver", here[0].driver))
     for label, name in (("torch", "torch"), ("triton", "triton"), ("wandb", "wandb")):

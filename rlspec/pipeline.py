@@ -49,16 +49,19 @@ class _Session:
     built: set[str] = field(default_factory=set)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    earlier: runs.Folder | None = None
+    begun: bool = False
 
     def say(self, text: str) -> None:
-        print(text, file=self.stream, flush=True)
+        with contextlib.suppress(OSError):  # nobody listens any more; the run goes on
+            print(text, file=self.stream, flush=True)
 
 
 def startable(spec: Spec) -> None:
     """Raises SpecError if this version cannot start the spec's arms."""
     if spec.trainer is not None and (reason := training.cannot_run(spec)):
         raise SpecError(f"{spec.path}: {reason}")
-    if spec.data.get("wandb", {}).get("mode") not in (None, "disabled") or "wandb" in spec.data:
+    if "wandb" in spec.data:
         raise SpecError(f"{spec.path}: this version cannot log to W&B; leave the key wandb out")
 
 
@@ -76,41 +79,59 @@ def resolve_revisions(spec: Spec) -> tuple[Path | None, dict[str, str]]:
     return top, {name: repository.resolve(top, name) for name in named}
 
 
-def run(document: Document, options: Options, stream: TextIO) -> dict[str, Any]:
-    """Execute and judge one linted spec. Raises SpecError (nothing ran), RunError, launch.Interrupted."""
-    check = CHECKS[document.data["kind"]]
-    spec = check.parse(document)
+def check(document: Document, options: Options) -> tuple[Spec, contracts.Contract, list[str]]:
+    """What can be known before anything is written: the spec, its contract, unmet requirements. Raises SpecError."""
+    spec = CHECKS[document.data["kind"]].parse(document)
     contract = contracts.load(spec.contract, spec.path.parent)
     startable(spec)
     _known_arms(spec, options)
-    if blocked := machine.unmet(spec.requires):
+    _earlier(spec, options, runs.root(Path.cwd().resolve()))
+    blocked = machine.unmet(spec.requires)
+    if not blocked:
+        resolve_revisions(spec)
+        if spec.trainer is not None and spec.trainer.template is not None:
+            render.check(spec)
+    return spec, contract, blocked
+
+
+def run(document: Document, options: Options, stream: TextIO) -> dict[str, Any]:
+    """Execute and judge one linted spec. Raises SpecError (nothing ran), RunError, launch.Interrupted."""
+    spec, contract, blocked = check(document, options)
+    if blocked:
         return _blocked(spec, contract, blocked, options)
-    if spec.trainer is not None and spec.trainer.template is not None:
-        render.check(spec)
     with launch.signals(), contextlib.ExitStack() as stack:
         notes: list[str] = []
         base = runs.root(Path.cwd().resolve())
         top, commits = _enter_repository(spec, stack, notes, base)
-        folder, earlier = _folder(spec, options, base)
-        if earlier and folder == earlier:
-            spec, commits = _as_planned(spec, folder, commits)
+        earlier = _earlier(spec, options, base)
+        if going_on := earlier if options.resume or options.retry_errors else None:
+            spec, commits = _as_planned(spec, going_on, commits, options)
         session = _Session(
             spec=spec,
             contract=contract,
-            folder=folder,
+            folder=going_on or runs.create(base, spec.kind, spec.model, spec.path.stem),
             options=options,
             stream=stream,
             commits=commits,
             repository=top,
             notes=notes,
+            earlier=earlier,
         )
-        for note in notes:
-            session.say(note)
-        steps = _steps(session)
-        _write_plan(session, steps)
-        if earlier:
-            _reuse(session, steps, earlier)
-        return _execute_all(session, steps)
+        try:
+            return _whole(session)
+        except SpecError:
+            if not session.begun and not going_on:
+                runs.discard(session.folder)
+            raise
+
+
+def _whole(session: _Session) -> dict[str, Any]:
+    for note in session.notes:
+        session.say(note)
+    steps = _steps(session)
+    _write_plan(session, steps)
+    _reuse(session, steps)
+    return _execute_all(session, steps)
 
 
 def _known_arms(spec: Spec, options: Options) -> None:
@@ -137,26 +158,36 @@ def _own_files(spec: Spec, base: Path) -> list[Path]:
     return [spec.path.resolve(), base / "workspace", base / "logging"]
 
 
-def _folder(spec: Spec, options: Options, base: Path) -> tuple[runs.Folder, runs.Folder | None]:
-    """The folder of this run, and the earlier run whose arms it may use."""
-    if options.resume or options.retry_errors:
-        earlier = runs.find(base, options.from_run) if options.from_run else runs.latest(base, spec.path)
-        if earlier is None:
-            raise SpecError(f"{spec.path} has no earlier run to go on with; leave out --resume and --retry-errors")
-        return earlier, earlier
-    earlier = runs.find(base, options.from_run) if options.from_run else None
-    return runs.create(base, spec.kind, spec.model, spec.path.stem), earlier
+def _earlier(spec: Spec, options: Options, base: Path) -> runs.Folder | None:
+    """The run to go on with, or whose arms may be used."""
+    if options.from_run:
+        return runs.find(base, options.from_run)
+    if not (options.resume or options.retry_errors):
+        return None
+    earlier = runs.latest(base, spec.path)
+    if earlier is None:
+        raise SpecError(f"{spec.path} has no earlier run to go on with; leave out --resume and --retry-errors")
+    return earlier
 
 
-def _as_planned(spec: Spec, folder: runs.Folder, commits: dict[str, str]) -> tuple[Spec, dict[str, str]]:
+def _as_planned(
+    spec: Spec, folder: runs.Folder, commits: dict[str, str], options: Options
+) -> tuple[Spec, dict[str, str]]:
     """A run that goes on keeps the commits and the added arms of its plan. Raises SpecError if the spec changed."""
     planned = runs.load(folder.plan, "plan")
     if planned["spec"]["data"] != spec.data:
+        before = planned.get("overrides", [])
+        if before != list(options.overrides):
+            raise SpecError(f"{folder.name} was started with {_sets(before)}, not with {_sets(options.overrides)}")
         raise SpecError(f"{spec.path} has changed since {folder.name}; start a new run, or use --from {folder.name}")
     for arm in planned["arms"]:
         if arm.get("revision") and arm.get("commit"):
             commits = {**commits, arm["revision"]: arm["commit"]}
     return _with_added(spec, planned), commits
+
+
+def _sets(overrides: Sequence[str]) -> str:
+    return " ".join(f"--set {text}" for text in overrides) or "no --set"
 
 
 def _with_added(spec: Spec, planned: Mapping[str, Any]) -> Spec:
@@ -234,12 +265,16 @@ def _now() -> str:
 # --- arms that need not run again
 
 
-def _reuse(session: _Session, steps: Sequence[Step], earlier: runs.Folder) -> None:
+def _reuse(session: _Session, steps: Sequence[Step]) -> None:
+    """Take over what the earlier run has of the arms that are still open; a file that is given is read afresh."""
+    earlier = session.earlier
+    if earlier is None:
+        return
     planned = {arm["name"]: arm for arm in runs.load(earlier.plan, "plan")["arms"]}
     mine = {arm["name"]: arm for arm in runs.load(session.folder.plan, "plan")["arms"]}
     for step in steps:
         name = step.arm.name
-        if name in session.options.arms:
+        if name in session.options.arms or name in session.states or not step.argv:
             continue
         reason = _not_reusable(session, step, earlier, planned.get(name), mine[name])
         if reason is None:
@@ -254,7 +289,7 @@ def _not_reusable(
     session: _Session, step: Step, earlier: runs.Folder, planned: Mapping[str, Any] | None, mine: Mapping[str, Any]
 ) -> str | None:
     if planned is None:
-        return "that run has no such arm"
+        return "it has not run"
     state_path = earlier.workspace / f"{planned['stem']}.provenance.json"
     if not state_path.exists():
         return "it has not run"
@@ -320,14 +355,22 @@ def _until_settled(
         if arm is None or session.options.arms:
             return made, steps
         session.say(f"{arm.name}: added, since {_open_question(made)}")
-        session.spec = dataclasses.replace(session.spec, arms=(*session.spec.arms, arm))
-        steps = _steps(session)
-        _write_plan(session, steps)
+        before = session.spec
+        session.spec = dataclasses.replace(before, arms=(*before.arms, arm))
+        more = _steps(session)
+        try:
+            _write_plan(session, more)
+        except SpecError as error:  # what has run is judged without it
+            session.notes.append(f"{arm.name} could not be added: {error}")
+            session.spec = before
+            return made, steps
+        steps = more
+        _reuse(session, steps)
         _execute(session, steps, stack)
 
 
 def _open_question(made: Sequence[Verdict]) -> str:
-    unsure = next((v for v in made if v.status in ("INVESTIGATE", "FAIL")), made[0])
+    unsure = min(made, key=lambda verdict: ("INVESTIGATE", "FAIL", verdict.status).index(verdict.status))
     return f"{unsure.subject} is {unsure.status}"
 
 
@@ -336,25 +379,27 @@ def _failed(session: _Session) -> bool:
 
 
 def _execute(session: _Session, steps: Sequence[Step], stack: contextlib.ExitStack) -> None:
+    options = session.options
     wanted = [s for s in steps if s.arm.name not in session.states]
-    if session.options.arms:
-        wanted = [s for s in wanted if s.arm.name in session.options.arms]
-    if not wanted:
-        return
-    if session.commits and session.trees is None:
+    if options.arms:
+        wanted = [s for s in wanted if s.arm.name in options.arms or not s.argv]
+    if wanted and session.commits and session.trees is None:
         assert session.repository is not None
         needed = list(dict.fromkeys(s.commit for s in wanted if s.commit))
         session.trees = stack.enter_context(
             repository.isolation(session.repository, session.spec.isolation, needed, session.folder.workspace)
         )
-    stopped = False
+    if not session.begun:
+        runs.publish(session.folder)
+        session.begun = True
+    stopped = _failed(session) and not options.keep_going and not options.arms
     for step in wanted:
         if stopped:
             session.states[step.arm.name] = _state(step, "skipped", "not started, since an earlier arm failed")
             continue
         state = _arm(session, step)
         session.states[step.arm.name] = state
-        stopped = state["status"] != "done" and (not session.options.keep_going or bool(state.get("halt")))
+        stopped = state["status"] != "done" and (not options.keep_going or bool(state.get("halt")))
 
 
 def _state(step: Step, status: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
@@ -364,8 +409,7 @@ def _state(step: Step, status: str, reason: str | None = None, **more: Any) -> d
 def _arm(session: _Session, step: Step) -> dict[str, Any]:
     """Run one arm; its earlier record, if there is one, is kept until the new one is whole."""
     if not step.argv:
-        state = _state(step, "done")
-        return state
+        return _given(step)
     kept = step
     if step.provenance.exists():
         step = _beside(step)
@@ -374,11 +418,20 @@ def _arm(session: _Session, step: Step) -> dict[str, Any]:
         for mine, theirs in ((step.records, kept.records), (step.log, kept.log)):
             if mine.exists():
                 mine.replace(theirs)
-        step.provenance.unlink(missing_ok=True)
-        state["log"] = str(kept.log)
+        state.update(log=str(kept.log), argv=list(kept.argv))
         step = kept
-    if state["status"] == "done" or step is kept:
+    if step is kept:
         runs.save(step.provenance, state)
+    return state
+
+
+def _given(step: Step) -> dict[str, Any]:
+    """An arm whose records are a file of the user's; its digest shows later whether it is still the same."""
+    try:
+        state = _state(step, "done", records_digest=digest(step.records))
+    except OSError as error:
+        return _state(step, "failed", f"{step.records} cannot be read: {error.strerror}")
+    runs.save(step.provenance, state)
     return state
 
 
@@ -386,9 +439,9 @@ def _beside(step: Step) -> Step:
     def retry(path: Path) -> Path:
         return path.with_name(f"retry-{path.name}")
 
-    return dataclasses.replace(
-        step, log=retry(step.log), records=retry(step.records), provenance=retry(step.provenance)
-    )
+    records = retry(step.records)
+    argv = tuple(word.replace(str(step.records), str(records)) for word in step.argv)
+    return dataclasses.replace(step, argv=argv, log=retry(step.log), records=records)
 
 
 def _run_arm(session: _Session, step: Step) -> dict[str, Any]:
@@ -502,7 +555,10 @@ def _broken_provenance(session: _Session, step: Step, tree: Path | None, seen: d
 def _collect_records(spec: Spec, step: Step, state: dict[str, Any]) -> str | None:
     """Turn the log into records; why it cannot be done, or None."""
     if spec.trainer is not None:
-        found = _read_log(spec, step)
+        try:
+            found = _read_log(spec, step)
+        except (SpecError, RunError) as error:  # the arm has run, so this is its failure
+            return str(error)
         records.write(found, step.records, spec.trainer.reader)
         state["steps"] = max((len(series.steps) for series in found.series.values()), default=0)
     if not step.records.is_file():
@@ -524,11 +580,12 @@ def _read_log(spec: Spec, step: Step) -> Run:
 
 
 def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    made = hashlib.sha256()
     with path.open("rb") as file:
-        digest = hashlib.sha256()
         while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+            made.update(block)
+    return made.hexdigest()
 
 
 # --- judging and reporting
@@ -588,7 +645,8 @@ def rejudge(folder: runs.Folder, contract_name: str | None = None) -> dict[str, 
 def _untouched(step: Step, state: Mapping[str, Any]) -> None:
     wanted = state.get("records_digest")
     if state.get("status") == "done" and wanted and step.records.exists() and digest(step.records) != wanted:
-        raise RunError(f"{step.records} is not what arm {step.arm.name} wrote: its digest differs from its provenance")
+        what = "is not what arm {} wrote" if step.argv else "has changed since arm {} was judged"
+        raise RunError(f"{step.records} {what.format(step.arm.name)}: its digest differs from its provenance")
 
 
 def build(
@@ -667,7 +725,7 @@ def expected(spec: Spec, report: dict[str, Any]) -> dict[str, Any]:
         return report
     problems = []
     if report["outcome"] != want.status:
-        problems.append(f"expected {want.status}, got {report['status']}")
+        problems.append(f"expected {want.status}, got {report['outcome']}")
     for name, status in want.judgments.items():
         found = [v["status"] for v in report["verdicts"] if name in (v["subject"], v["judgment"])]
         if not found or verdicts.worst(found) != status:

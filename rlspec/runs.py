@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,14 +46,28 @@ def root(start: Path) -> Path:
     return start
 
 
+def below(kind: str, model: str) -> Path:
+    """Where the runs of a kind and model lie, below `workspace/` and `logging/`."""
+    return Path(f"validate-{kind}") / (_UNSAFE.sub("_", model) or "any")
+
+
 def create(base: Path, kind: str, model: str, stem: str) -> Folder:
-    """A new, empty run folder; two runs in the same second get a suffix."""
-    below = Path(f"validate-{kind}") / (_UNSAFE.sub("_", model) or "any")
+    """A new, empty run folder; two runs in the same second get a suffix. Raises SpecError where none can be made."""
+    try:
+        return _create(base, below(kind, model), _UNSAFE.sub("_", stem))
+    except OSError as error:
+        raise SpecError(
+            f"cannot make a run folder: {error.filename}: {error.strerror}; "
+            "make the folder writable, or start rlspec in another one"
+        ) from None
+
+
+def _create(base: Path, below: Path, stem: str) -> Folder:
     for top in (base / "workspace", base / "logging"):
         _keep_out_of_git(top)
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
-        name = f"{now}-{_UNSAFE.sub('_', stem)}{suffix}"
+        name = f"{now}-{stem}{suffix}"
         workspace = base / "workspace" / below / name
         try:
             workspace.mkdir(parents=True)
@@ -59,9 +75,7 @@ def create(base: Path, kind: str, model: str, stem: str) -> Folder:
             continue
         logging = base / "logging" / below / name
         logging.mkdir(parents=True, exist_ok=True)
-        folder = Folder(workspace=workspace, logging=logging)
-        _link(folder)
-        return folder
+        return Folder(workspace=workspace, logging=logging)
     raise RunError(f"{base / 'workspace' / below}: a thousand runs in one second")
 
 
@@ -72,29 +86,55 @@ def _keep_out_of_git(top: Path) -> None:
         ignore.write_text("*\n", encoding="utf-8")
 
 
-def _link(folder: Folder) -> None:
+def publish(folder: Folder) -> None:
+    """Point the links `latest` at a run that begins. Raises RunError if something else has that name."""
     for place in (folder.workspace, folder.logging):
         link = place.parent / "latest"
         fresh = place.parent / f".latest-{place.name}"
-        fresh.symlink_to(place.name)
-        fresh.replace(link)
+        try:
+            fresh.symlink_to(place.name)
+            fresh.replace(link)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise RunError(f"{link}: {error.strerror}; it must be a link of rlspec's own, so move it away") from None
+
+
+def discard(folder: Folder) -> None:
+    """Take back a folder in which nothing has run, with those around it that hold nothing else."""
+    for place in (folder.workspace, folder.logging):
+        shutil.rmtree(place, ignore_errors=True)
+        with contextlib.suppress(OSError):  # not empty: other runs lie there
+            place.parent.rmdir()
+            place.parent.parent.rmdir()
+            root = place.parent.parent.parent
+            if [path.name for path in root.iterdir()] == [".gitignore"]:
+                shutil.rmtree(root)
+
+
+def folders(base: Path) -> Iterator[Folder]:
+    """All run folders below a root, oldest first; also those without a plan, in which nothing ran."""
+    found = [path for path in (base / "workspace").glob("validate-*/*/*") if path.is_dir() and not path.is_symlink()]
+    for workspace in sorted(found, key=lambda path: path.name):
+        yield _of(workspace)
 
 
 def all_of(base: Path) -> Iterator[Folder]:
     """All runs below a root, oldest first."""
-    found = [path.parent for path in (base / "workspace").glob("validate-*/*/*/plan.json")]
-    for workspace in sorted((path for path in found if not path.is_symlink()), key=lambda path: path.name):
-        yield _of(workspace)
+    return (folder for folder in folders(base) if folder.plan.is_file())
 
 
 def _of(workspace: Path) -> Folder:
-    workspace = workspace.resolve()
+    workspace = workspace.absolute()
+    if workspace.is_symlink():  # latest; not resolve(), since workspace/ itself may be a link to a larger disk
+        workspace = workspace.parent / workspace.readlink()
+    if len(workspace.parents) < 4 or workspace.parents[2].name != "workspace":
+        return Folder(workspace=workspace, logging=workspace)  # copied from elsewhere, without its logs
     base = workspace.parents[3]
     return Folder(workspace=workspace, logging=base / "logging" / workspace.relative_to(base / "workspace"))
 
 
 def find(base: Path, run: str) -> Folder:
-    """A run by its folder, its report.json or its name. Raises SpecError with the newest names."""
+    """A run by its folder, its report.json or its name. Raises SpecError with the newest names, or if it is not one."""
     path = Path(run)
     if path.name in ("report.json", "plan.json"):
         path = path.parent
@@ -103,23 +143,25 @@ def find(base: Path, run: str) -> Folder:
     matching = [folder for folder in all_of(base) if folder.name == run]
     if len(matching) == 1:
         return matching[0]
+    if matching:
+        places = ", ".join(str(folder.workspace) for folder in matching)
+        raise SpecError(f"{len(matching)} runs are named {run!r}; name one by its folder: {places}")
     newest = [folder.name for folder in all_of(base)][-3:]
     hint = f"the newest are {', '.join(reversed(newest))}" if newest else f"there is none below {base / 'workspace'}"
     raise SpecError(f"no run {run!r}; {hint}")
 
 
 def latest(base: Path, spec_path: Path) -> Folder | None:
-    """The newest run of a spec."""
-    for folder in reversed(list(all_of(base))):
-        if load(folder.plan, "plan")["spec"]["path"] == str(spec_path.resolve()):
-            return folder
-    return None
+    """The newest run of a spec. Raises RunError if its plan cannot be read."""
+    named = [folder for folder in all_of(base) if f"-{_UNSAFE.sub('_', spec_path.stem)}" in folder.name]
+    found = (one for one in reversed(named) if load(one.plan, "plan")["spec"]["path"] == str(spec_path.resolve()))
+    return next(found, None)
 
 
 def save(path: Path, data: dict[str, Any]) -> None:
-    """Write JSON whole or not at all."""
+    """Write JSON whole or not at all; in ASCII, since a path may hold bytes that are no text."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     partial.replace(path)
 
 
@@ -127,10 +169,20 @@ def load(path: Path, name: str | None = None) -> dict[str, Any]:
     """Read JSON back and check it against the schema `name`. Raises RunError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RunError(f"{path}: cannot be read: {error}") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{path} is no JSON: {error}") from None
     if not isinstance(data, dict):
-        raise RunError(f"{path}: one JSON object is due")
+        raise RunError(f"{path} holds no JSON object")
     if name and (found := schema.check_value(data, name)):
-        raise RunError(f"{path}: {found[0]}")
+        raise RunError(f"{path} is no {name} of this version: {found[0]}")
     return data
+
+
+def given(path: Path, name: str) -> dict[str, Any]:
+    """The same for a file that the user names. Raises SpecError."""
+    try:
+        return load(path, name)
+    except RunError as error:
+        raise SpecError(str(error)) from None

@@ -64,7 +64,9 @@ def test_drift_sentences_hold_what_must_always_be_printed() -> None:
     assert "; a steady offset below 0.0" in text and " %) passes." in text
     assert "feat0 is above base0 on " in text
     assert "at step 1 (not gated) the feature differs by 0, the base runs by 0." in text
-    assert text.endswith("Values printed to 0.0001.")
+    assert "Values printed to 0.0001; steps judged 31 of 31" in text
+    for figure in ("single ratios ", "lag-1 ", " contributes ", "run-mean t "):
+        assert figure in text
 
 
 def test_drift_figures_hold_every_figure() -> None:

@@ -46,7 +46,7 @@ def test_colour_adds_codes_and_nothing_else(name: str) -> None:
         plain = terminal.render(report, width=width, color=False, verbose=True)
         coloured = terminal.render(report, width=width, color=True, verbose=True)
         assert "\x1b" not in plain
-        assert f"m{report['status']}\x1b[0m" in coloured
+        assert f"m{report['outcome']}\x1b[0m" in coloured
         assert CODES.sub("", coloured) == plain
 
 
