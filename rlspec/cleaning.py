@@ -37,12 +37,17 @@ def find(start: Path, keep: int) -> Found:
         kept += folders[count:]
     trees = [tree for folder in kept for tree in _worktrees(folder.workspace)]
     for tree in [*trees, *(tree for folder in old for tree in _worktrees(folder.workspace))]:
-        with repository.lock(tree, "clean"):
-            pass
+        _require_idle(tree)
     paths = [*(path for folder in old for path in (folder.workspace, folder.logging) if path.exists()), *trees]
     sizes = [_size(path) for path in paths]
     lines = [f"{size / 2**20:8.1f} MiB  {path}" for size, path in zip(sizes, paths, strict=True)]
     return Found(paths=tuple(paths), text="\n".join([*lines, f"{sum(sizes) / 2**20:8.1f} MiB  in all"]))
+
+
+def _require_idle(tree: Path) -> None:
+    if repository.top(tree) is not None:  # else its repository is gone, and with it every run
+        with repository.lock(tree, "clean"):
+            pass
 
 
 def _spec(folder: runs.Folder) -> str:

@@ -20,6 +20,7 @@ CANNOT_RUN = frozenset({"AttributeError", "ImportError", "ModuleNotFoundError", 
 
 RANK = re.compile(r"\[[a-z_]+(\d{1,9})\]: ?")
 TRACEBACK = "Traceback (most recent call last):"
+HEADER = re.compile(r"(?:\[[a-z_]+\d{1,9}\]: ?)*" + re.escape(TRACEBACK) + "$")
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 RAISED = re.compile(r"((?:[\w<>]+\.)+\w+|[A-Z]\w*)(?:: |:?$)")
 FRAME = re.compile(r'^\s+File "(.+)", line \d+', re.MULTILINE)
@@ -163,6 +164,8 @@ def _tracebacks(lines: Sequence[str]) -> list[_Traceback]:
 def _rank_of(line: str) -> tuple[int | None, str]:
     """The rank in the prefix of a line, None without one, and the line without prefixes."""
     rank = None
+    if header := HEADER.search(line):  # behind a progress bar or another rank's line that lacked its end so far
+        line = line[header.start() :]
     while prefix := RANK.match(line):
         rank, line = int(prefix.group(1)), line[prefix.end() :]
     return rank, line

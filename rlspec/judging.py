@@ -120,7 +120,8 @@ def _roles(
     _distinct([*base, *feature])
     if len(base) < least or not feature:
         wanted = "two base logs (their difference is the floor)" if least == 2 else "a base log"
-        raise SpecError(f"{wanted} and a feature log are needed, here are {len(base)} base and {len(feature)} feature logs")
+        here = f"{len(base)} base and {len(feature)} feature logs"
+        raise SpecError(f"{wanted} and a feature log are needed, here are {here}")
     return (*(("base", path.absolute()) for path in base), *(("feature", path.absolute()) for path in feature))
 
 

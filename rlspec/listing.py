@@ -100,12 +100,11 @@ def explain(name: str, near: Path) -> str:
     contracts = catalog.entries("contracts", near)
     if name in contracts:
         return "\n\n".join(_row(row) for row in contract.load(name, near).rows)
-    known = [*JUDGMENTS, *contracts, *(f"{each}/drift" for each in contracts if each == "training")]
-    close = schema.nearest(name.upper(), RULES) if name.upper().startswith("RL") else schema.nearest(name, known)
+    close = schema.nearest(name, [*JUDGMENTS, *contracts]) or schema.nearest(name.upper(), RULES)
     meant = f"did you mean {close!r}? " if close else ""
     raise SpecError(
-        f"nothing is called {name!r}; {meant}known are rules ({min(RULES)} to {max(RULES)}), "
-        f"judgments ({', '.join(JUDGMENTS)}), contracts ({', '.join(contracts)}) and their rows, such as training/drift"
+        f"nothing is called {name!r}; {meant}known are lint rules such as {min(RULES)}, "
+        f"the judgments {', '.join(JUDGMENTS)}, the contracts {', '.join(contracts)} and rows such as training/drift"
     )
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-
 _GPU = re.compile(
     r"\s*(?P<name>.+?)\s*,\s*(?P<major>\d+)\.(?P<minor>\d+)\s*,\s*(?:(?P<mib>\d+)|[^,]*?)\s*,\s*(?P<driver>\S+)\s*",
     re.ASCII,

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import hashlib
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -453,9 +454,11 @@ def _run_arm(session: _Session, step: Step) -> dict[str, Any]:
     inherited = {name: value for name, value in os.environ.items() if name not in repository.REDIRECTS}
     environment = {**inherited, **provenance.environment(tree, observed, inherited, step.environment)}
     cwd = tree or (spec.repository or spec.path.parent).resolve()
-    reason = _build(session, step, tree, environment, observed)
-    if reason:
-        return _state(step, "failed", reason, started=started, log=str(step.log), tail=_tail(step.log))
+    if broken := _build(session, step, cwd, environment):
+        shutil.rmtree(observed, ignore_errors=True)
+        return {**broken, "started": started}
+    for file in observed.iterdir():
+        file.unlink()  # the build is not the arm
     expected = spec.trainer.steps if spec.trainer else None
     progress = launch.Progress(step.arm.name, expected, session.stream)
     progress.start()
@@ -502,22 +505,23 @@ def _run_arm(session: _Session, step: Step) -> dict[str, Any]:
     return state
 
 
-def _build(
-    session: _Session, step: Step, tree: Path | None, environment: Mapping[str, str], observed: Path
-) -> str | None:
-    key = str(tree)
+def _build(session: _Session, step: Step, cwd: Path, environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """Run the build commands in an arm's tree: once in each, in a checkout before each arm. The state if one fails."""
+    key = str(cwd)
     if not session.spec.build or (session.spec.isolation == "worktree" and key in session.built):
         return None
     for command in session.spec.build:
         words = [word.replace("{python}", sys.executable) for word in command]
-        cwd = tree or session.spec.path.parent.resolve()
-        session.say(f"{step.arm.name}: build: {' '.join(words)}")
+        session.say(f"{step.arm.name}: build: {shlex.join(words)}")
         log = step.log.with_suffix(".build.log")
-        outcome = launch.execute(words, cwd=cwd, environment=environment, log=log, time_limit=step.time_limit)
-        for file in observed.iterdir():
-            file.unlink()  # the build is not the arm
-        if outcome.reason:
-            return f"build command {' '.join(words)!r} failed: {outcome.reason} (log: {log})"
+        try:
+            outcome = launch.execute(words, cwd=cwd, environment=environment, log=log, time_limit=step.time_limit)
+            reason = outcome.reason
+        except RunError as error:
+            reason = str(error)
+        if reason:
+            reason = f"build command {shlex.join(words)} failed: {reason}"
+            return _state(step, "failed", reason, log=str(log), tail=_tail(log))
     session.built.add(key)
     return None
 

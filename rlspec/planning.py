@@ -3,110 +3,215 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from rlspec import contract as contracts
-from rlspec import pipeline, plan, render, runs, schema
+from rlspec import launch, pipeline, plan, render, runs, schema
 from rlspec.checks import CHECKS, common, training
-from rlspec.model import Document, Spec, Step
+from rlspec.errors import SpecError
+from rlspec.model import Document, Judgment, Row, Spec, Step
+from rlspec.report.text import wrap
+
+LABEL = 12
+RUN = "<UTC time>"
 
 
-def text(document: Document) -> str:
-    """The resolved spec, its steps, commands, files and cost. Raises SpecError; writes nothing."""
+def text(document: Document, width: int = 80) -> str:
+    """The resolved spec, its judgments, arms, files and cost, wrapped. Raises SpecError; writes nothing."""
     check = CHECKS[document.data["kind"]]
     spec = check.parse(document)
     contract = contracts.load(spec.contract, spec.path.parent)
     top, commits = pipeline.resolve_revisions(spec)
     if spec.trainer is not None and spec.trainer.template is not None:
         render.check(spec)
-    below = Path(f"validate-{spec.kind}") / (spec.model or "any") / f"<UTC time>-{spec.path.stem}"
+    below = runs.below(spec.kind, spec.model) / f"{RUN}-{spec.path.stem}"
     steps = check.expand(spec, Path("workspace") / below, Path("logging") / below)
-    lines = [*_head(spec, contract), "", "judgments"]
-    for judgment in spec.judgments:
-        for name in common.row_names(judgment.check):
-            row = contract.resolve(name, judgment.metric or "*", spec.dtype)
-            limits = ", ".join(f"{key} {value:g}" for key, value in row.limits.items()) or row.status
-            subject = judgment.metric or ("every usual metric that is printed" if judgment.check == "drift" else "")
-            lines.append(f"  {judgment.check} {subject}: {limits}  ({row.id})".replace(" :", ":"))
-    lines += ["", f"steps, in this order ({len(steps)} arms, one after the other)"]
-    for number, step in enumerate(steps, 1):
-        lines += _step(number, spec, step, commits)
-    if top is not None:
-        lines += ["", f"repository {top}, isolation {spec.isolation}"]
-    return "\n".join([*lines, "", *_cost(spec)])
+    blocks = [
+        [*_head(spec, width)],
+        [*_resolved(spec, contract, top, width)],
+        ["judgments", *_judgments(spec, contract, width)],
+        ["arms, one after the other", *(line for step in steps for line in _arm(spec, step, commits, width))],
+        [*_files(spec, steps, width)],
+        [*_cost(spec, width)],
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
-def _head(spec: Spec, contract: contracts.Contract) -> Iterator[str]:
-    yield f"{spec.kind} {spec.name}: {spec.question}"
-    fields = [("model", spec.model), ("tag", plan.tag(spec)), ("contract", f"{contract.name} ({contract.digest[:12]})")]
-    if spec.trainer is not None:
-        mesh = spec.mesh
-        shape = f"pp {mesh.pp}, dp {mesh.dp}, cp {mesh.cp}, ep {mesh.ep}"
-        fields += [
-            ("mesh", f"{shape}; world size {mesh.world_size}; experts' dp {mesh.expert_dp}"),
-            ("trainer", f"{spec.trainer.name}, reader {spec.trainer.reader}, {spec.trainer.steps or 'unknown'} steps"),
-            ("launch", f"{spec.launch.name}, {spec.launch.nodes} × {spec.launch.processes_per_node} processes"),
-        ]
-        fields += [(f"  {key}", str(value)) for key, value in sorted(spec.trainer.settings.items())]
-    yield from (f"  {name:<26} {value}" for name, value in fields if value)
-    defaults = _defaults(spec)
-    if defaults:
-        yield f"  {'by default':<26} {', '.join(defaults)}"
-    if spec.trainer is not None and (reason := training.cannot_run(spec)):
-        yield f"  {'note':<26} {reason}"
+def _field(name: str, value: str, width: int) -> list[str]:
+    return wrap(value, width, f"  {name:<{LABEL}}")
+
+
+def _head(spec: Spec, width: int) -> Iterator[str]:
+    yield from wrap(f"{spec.kind}: {spec.name}", width)
+    yield from wrap(spec.question, width) if spec.question else ()
+
+
+def _resolved(spec: Spec, contract: contracts.Contract, top: Path | None, width: int) -> Iterator[str]:
+    mesh, how, trainer = spec.mesh, spec.launch, spec.trainer
+    shape = f"pp {mesh.pp}, dp {mesh.dp}, cp {mesh.cp}, ep {mesh.ep}"
+    processes = f"{_count(how.nodes, 'node')} of {_count(how.processes_per_node, 'process', 'processes')}"
+    fields = {"model": spec.model}
+    if trainer is not None:
+        fields |= {
+            "mesh": f"{shape}; world size {mesh.world_size}; dp of experts {mesh.expert_dp}",
+            "sequence": f"{spec.sequence_length} tokens, {spec.dtype}",
+            "tag": plan.tag(spec),
+            "trainer": f"{trainer.name}, {trainer.steps or 'unknown number of'} steps, log read by {trainer.reader}",
+            "settings": _flat(trainer.settings),
+            "launch": f"{how.name}, {processes}",
+        }
+    fields |= {
+        "time limit": f"{spec.data['time_limit']} an arm" if spec.time_limit else "",
+        "requires": _flat(spec.requires),
+        "repository": f"{top}, isolation {spec.isolation}" if top else "",
+        "contract": f"{contract.name}, digest {contract.digest[:12]}",
+        "expect": f"{spec.expect.status} {_flat(spec.expect.judgments)}".strip() if spec.expect else "",
+    }
+    fields["by default"] = ", ".join(_defaults(spec))
+    if trainer is not None and (reason := training.cannot_run(spec)):
+        fields["note"] = reason
+    for name, value in fields.items():
+        yield from _field(name, value, width) if value else ()
+
+
+def _flat(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{key} {_plain(value)}" for key, value in sorted(values.items()))
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _count(count: int, one: str, more: str = "") -> str:
+    return f"{count} {one if count == 1 else more or one + 's'}"
 
 
 def _defaults(spec: Spec) -> list[str]:
-    properties = schema.load(spec.kind)["properties"]
-    definitions = schema.load(spec.kind)["definitions"]
+    """The keys that the spec leaves out, with what the schema says instead."""
+    loaded = schema.load(spec.kind)
     found = []
-    for key, value in properties.items():
+    for key, value in loaded["properties"].items():
         name = str(value.get("$ref", "")).rpartition("/")[2]
-        default = value.get("default", definitions.get(name, {}).get("default"))
+        default = value.get("default", loaded["definitions"].get(name, {}).get("default"))
         if key not in spec.data and default not in (None, [], {}):
-            found.append(f"{key}: {default}")
+            found.append(f"{key} {_plain(default)}")
+    if "contract" not in spec.data:
+        found.append(f"contract {spec.contract}")
     return found
 
 
-def _step(number: int, spec: Spec, step: Step, commits: dict[str, str]) -> Iterator[str]:
+def _judgments(spec: Spec, contract: contracts.Contract, width: int) -> Iterator[str]:
+    """Judgments on the same terms are named together."""
+    said = [(_title(judgment), _terms(judgment, spec, contract)) for judgment in spec.judgments]
+    for terms, group in groupby(said, key=lambda one: one[1]):
+        titles = ", ".join(title for title, _ in group)
+        if len(terms) == 1:
+            yield from wrap(f"{titles}: {terms[0]}", width, "  ")
+            continue
+        yield from wrap(titles, width, "  ")
+        for line in terms:
+            yield from wrap(line, width, "    ")
+
+
+def _title(judgment: Judgment) -> str:
+    usual = "every usual metric that is printed" if judgment.check == "drift" else ""
+    return f"{judgment.check} {judgment.metric or usual}".rstrip()
+
+
+def _terms(judgment: Judgment, spec: Spec, contract: contracts.Contract) -> list[str]:
+    names = common.row_names({"check": judgment.check, "judge": judgment.judge})
+    rows = [contract.resolve(name, judgment.metric or "*", spec.dtype) for name in names]
+    lines = [f"{_limits(row)} ({row.id})" for row in rows]
+    if judgment.check != "drift":
+        return lines
+    when = "INVESTIGATE or a first FAIL" if judgment.confirm_fail else "INVESTIGATE"
+    if judgment.max_base_runs > sum(arm.role == "base" for arm in spec.arms):
+        lines.append(f"{when} adds base runs, up to {judgment.max_base_runs} in all")
+    lines.append(f"base runs equal to the bit, and the feature not: {judgment.zero_envelope.upper()}")
+    return lines
+
+
+def _limits(row: Row) -> str:
+    limits = dict(row.limits)
+    if row.status != "applicable":
+        return "MEASURED, never gated" if row.status == "measured" else row.status.replace("_", " ")
+    if set(limits) == {"pass_below", "fail_above"}:
+        return f"PASS below {limits['pass_below']:g}, FAIL above {limits['fail_above']:g}, INVESTIGATE between"
+    if "max" in limits:
+        most = f"PASS up to {limits.pop('max'):g}, FAIL above"
+        return f"{most}; {', '.join(f'{key} {value:g}' for key, value in limits.items())}" if limits else most
+    return ", ".join(f"{key} {value:g}" for key, value in limits.items()) or "no limits"
+
+
+def _arm(spec: Spec, step: Step, commits: Mapping[str, str], width: int) -> Iterator[str]:
     arm = step.arm
-    where = f"{arm.revision} = {commits[arm.revision][:12]}" if arm.revision else "as the files lie here"
-    yield f"  {number}. {arm.name} ({arm.role}): {where}"
-    for key, value in sorted(arm.environment.items()):
-        yield f"       {key}={value}"
+    source = f"{arm.revision} = {commits[arm.revision][:12]}" if arm.revision else "the files as they lie here"
+    if arm.records:
+        source = f"the file {arm.records}"
+    yield from _field(arm.name, f"{arm.role}, {source}", width)
+    if arm.environment:
+        values = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(arm.environment.items()))
+        yield from _field("", values, width)
     if arm.perturb:
-        yield f"       weights moved by {arm.perturb['weights']}, seed {arm.perturb['seed']}"
+        yield from _field("", f"weights moved by {arm.perturb['weights']}, seed {arm.perturb['seed']}", width)
     if step.argv:
-        words = [word.replace("{run_file}", str(step.run_file)).replace("{records}", str(step.records))
-                 for word in step.argv]  # fmt: skip
-        yield f"       $ {shlex.join(words)}"
-    for file in (step.run_file, step.log if step.argv else None, step.records):
-        if file is not None:
-            yield f"       {file}"
+        yield from _field("", f"$ {shlex.join(_command(spec, step))}", width)
 
 
-def _cost(spec: Spec) -> Iterator[str]:
-    world, arms = spec.mesh.world_size, len(spec.arms)
+def _command(spec: Spec, step: Step) -> Sequence[str]:
+    """With short names of files, which `_files` lists, and as the launcher would start it if this version can."""
+    run_file = step.run_file.name if step.run_file else ""
+    holes = {"{python}": "python", "{run_file}": run_file, "{records}": step.records.name}
+    words = []
+    for word in step.argv:
+        for hole, value in holes.items():
+            word = word.replace(hole, value)
+        words.append(word)
+    return words if spec.launch.name == "slurm" else launch.argv(spec.launch, words)
+
+
+def _files(spec: Spec, steps: Sequence[Step], width: int) -> Iterator[str]:
+    first = steps[0]
+    stem = f"{first.tag}-<arm>" if first.tag else "<arm>"
+    starts = spec.trainer is not None or any(step.argv for step in steps)
+    own = [first.run_file.suffix if first.run_file else "", ".records.jsonl" if starts else "", ".provenance.json"]
+    yield "files"
+    yield from wrap(f"{first.provenance.parent}/", width, "  ")
+    yield from wrap("plan.json report.json", width, "    ")
+    yield from wrap(" ".join(filter(None, [stem, *own])), width, "    ")
+    if starts:
+        yield from wrap(f"{first.log.parent}/", width, "  ")
+        yield from wrap(f"{stem} .log", width, "    ")
+
+
+def _cost(spec: Spec, width: int) -> Iterator[str]:
     if spec.trainer is None:
         return
-    added = max((j.max_base_runs for j in spec.judgments), default=2) - sum(a.role == "base" for a in spec.arms)
-    extra = f", and up to {added} added base runs" if spec.kind == "correctness" and added > 0 else ""
-    yield f"cost: {arms} arms × {world} processes{extra}"
+    world, arms = spec.mesh.world_size, len(spec.arms)
+    bases = sum(arm.role == "base" for arm in spec.arms)
+    added = max((judgment.max_base_runs for judgment in spec.judgments), default=2) - bases
+    extra = f", and up to {_count(added, 'added base run')}" if spec.kind == "correctness" and added > 0 else ""
+    bound = "no upper bound: set time_limit for one"
     if spec.time_limit:
         hours = spec.time_limit / 3600 * world
-        yield f"      at most {hours * arms:.2f} process-hours (time_limit × processes × arms), {hours:.2f} more an added run"
-    else:
-        yield "      no upper bound: set time_limit for one"
+        more = f", and {hours:.3g} for each added run" if extra else ""
+        bound = f"at most {hours * arms:.3g} process-hours (arms × processes × time_limit){more}"
+    yield "cost"
+    yield from wrap(f"{_count(arms, 'arm')} of {_count(world, 'process', 'processes')}{extra}", width, "  ")
+    yield from wrap(bound, width, "  ")
 
 
 def render_files(document: Document) -> list[Path]:
-    """Write the run files of a spec into a new run folder. Raises SpecError."""
+    """Write the run files of a spec into a new run folder. Raises SpecError if it has none, or they cannot be made."""
     check = CHECKS[document.data["kind"]]
     spec = check.parse(document)
     pipeline.startable(spec)
     if spec.trainer is None or spec.trainer.template is None:
-        return []
+        raise SpecError(f"{spec.path} has no run files: no template is named in it")
     render.check(spec)
     folder = runs.create(runs.root(Path.cwd().resolve()), spec.kind, spec.model, spec.path.stem)
     steps = check.expand(spec, folder.workspace, folder.logging)

@@ -87,12 +87,3 @@ def test_the_host_needs_neither_torch_nor_triton_nor_wandb():
 def test_runs_from_a_checkout_without_an_install():
     assert python("-S", "-c", "import rlspec; print(rlspec.__version__)").strip()
     assert "Usage: rlspec" in python("-m", "rlspec", "--help")
-
-
-def test_the_kinds_have_the_same_names_everywhere():
-    from rlspec.checks import CHECKS
-
-    for folder in ("specs", "templates"):
-        assert {name for name in CHECKS if (ROOT / folder / name).is_dir()} == set(CHECKS), folder
-    for file in ("rlspec/checks/{}.py", "schemas/{}.schema.json"):
-        assert {name for name in CHECKS if (ROOT / file.format(name)).is_file()} == set(CHECKS), file

@@ -1,0 +1,45 @@
+"""Fixtures of tests that start processes or need a git repository."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import gitrepo
+from tests.processes import marking
+
+
+@pytest.fixture
+def word(tmp_path: Path) -> Iterator[str]:
+    """A word for the command lines of a test's processes; what holds it at the end is killed, in any case."""
+    with marking(tmp_path) as word:
+        yield word
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("template") / "repo"
+    gitrepo.make(root)
+    return root
+
+
+@pytest.fixture
+def repo(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository of one's own, see `gitrepo.make`; git takes no setting of whoever runs the tests."""
+    for name in os.environ.keys() - gitrepo.configured(os.environ).keys():
+        monkeypatch.delenv(name)
+    for name, value in gitrepo.CONFIGURATION.items():
+        monkeypatch.setenv(name, value)
+    root = tmp_path / "re po"
+    shutil.copytree(template, root)
+    gitrepo.git(root, "update-index", "-q", "--refresh")
+    return root
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run folder"

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rlspec import journal
+from rlspec.changes import changes
+from rlspec.errors import RunError, SpecError
+from rlspec.journal import lock
+from tests.gitrepo import Child, git
+
+
+def test_lock_refuses_a_second(repo: Path) -> None:
+    other = repo.parent / "linked"
+    git(repo, "worktree", "add", "-q", "--detach", str(other))
+    with lock(repo, "run specs/a.yaml"):
+        for place in (repo, other):
+            with (
+                pytest.raises(SpecError, match=rf"run specs/a.yaml \(pid {os.getpid()} on .*since 20"),
+                lock(place),
+            ):
+                pass
+    with lock(other):
+        pass
+    assert changes(repo) == []
+
+
+def test_lock_dies_with_its_process(repo: Path) -> None:
+    code = "import sys, pathlib; from rlspec.journal import lock\n"
+    code += "with lock(pathlib.Path(sys.argv[1])): print('ready', flush=True); sys.stdin.read()"
+    with Child(code, repo) as child:
+        with pytest.raises(SpecError, match=f"pid {child.pid}"), lock(repo):
+            pass
+        child.kill()
+        child.wait()
+    with lock(repo):
+        pass
+
+
+def test_a_journal_that_cannot_be_read_names_the_way_out(repo: Path) -> None:
+    file = journal.place(repo)
+    journal.write(file, {"top": "x"})
+    assert journal.read(file)["top"] == "x" and journal.read(file)["pid"] == os.getpid()
+    file.write_text("{")
+    with pytest.raises(RunError, match="journal.json: the journal of an earlier run cannot be read.*delete the file"):
+        journal.read(file)
