@@ -16,7 +16,7 @@ from rlspec import __version__, errors
 if TYPE_CHECKING:
     from rlspec.model import Document, Problem
 
-CONTEXT = {"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "RLSPEC"}
+CONTEXT = {"help_option_names": ["-h", "--help"]}
 PATHS = click.Path(path_type=Path)
 EXITS = """
 \b
@@ -25,6 +25,8 @@ Exit codes of run and judge (of several specs, the worst: 4, 1, 3, 5, 0)
   1  FAIL            2  bad spec or usage, nothing ran
   3  INVESTIGATE     4  ERROR: could not be judged
   5  BLOCKED, or nothing judged        130, 143  interrupted
+
+Every option can be set by a variable: RLSPEC_RUN_KEEP_GOING=1.
 """
 
 
@@ -56,6 +58,18 @@ def _hush() -> None:
 
 
 class _Group(click.Group):
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """Every option can be set by a variable of its own name, such as RLSPEC_RUN_KEEP_GOING."""
+        for option in cmd.params:
+            if isinstance(option, click.Option):
+                words = [str(name or cmd.name), *max(option.opts, key=len).strip("-").split("-")]
+                option.envvar = "_".join(["RLSPEC", *words]).upper()
+        super().add_command(cmd, name)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order in which they are used."""
+        return list(self.commands)
+
     def invoke(self, ctx: click.Context) -> Any:
         with _for_people():
             return super().invoke(ctx)
@@ -75,6 +89,7 @@ def main() -> None:
       rlspec lint my.yaml                 every problem, with line and column
       rlspec plan my.yaml                 what would run
       rlspec run my.yaml                  run it, and the verdict
+
     \b
       rlspec judge base0.log base1.log feat0.log --reader pithtrain
                                           the verdict on logs that you have
@@ -150,6 +165,24 @@ def _print_problems(problems: Sequence[Problem], how: str) -> None:
         click.echo(f"{_place(p)}: {p.rule} {word}{p.message}")
         if p.hint:
             click.echo(f"  hint: {p.hint}")
+
+
+@main.command()
+@click.argument("kind")
+def init(kind: str) -> None:
+    """Print a commented spec of KIND to start from.
+
+    KIND is correctness, performance or parity. What is to be filled in stands
+    in <angle brackets>; `rlspec lint` names what is left over.
+    """
+    from rlspec import schema
+
+    if kind in schema.LATER:
+        raise errors.SpecError(f"kind {kind!r} comes in a later version; now: {', '.join(schema.KINDS)}")
+    if kind not in schema.KINDS:
+        raise errors.SpecError(f"unknown kind {kind!r}; {schema.suggestion(kind, schema.KINDS)}")
+    path = Path(__file__).parent / "templates" / kind / "init.yaml"
+    click.echo(path.read_text(encoding="utf-8"), nl=False)
 
 
 @main.command()
@@ -263,9 +296,9 @@ def run(
     blocked_ok: bool,
     verbose: bool,
 ) -> None:
-    """Lint, render, execute, judge and report every spec at and below PATHS.
+    """Lint, render, execute, judge and report the specs at PATHS.
 
-    If one spec is bad, none runs. Arms run strictly one after the other.
+    A folder stands for every spec below it. If one spec is bad, none runs. Arms run strictly one after the other.
     Everything of a run lies in workspace/ and logging/ at the top of the git
     repository that holds the current folder, or else in that folder. Progress
     goes to stderr, the verdict table to stdout.
@@ -357,7 +390,8 @@ def _print(made: dict[str, Any], verbose: bool) -> None:
     from rlspec import report
 
     try:
-        click.echo(report.screen(made, os.environ, sys.stdout.isatty(), verbose), nl=False)
+        screen = report.screen(made, os.environ, sys.stdout.isatty(), verbose)
+        click.echo(screen, nl=False, color=True)  # what colours there are, the report has decided
     except BrokenPipeError:  # `… | head` has seen enough; the exit code still says what came out
         _hush()
 
@@ -369,8 +403,8 @@ def _print(made: dict[str, Any], verbose: bool) -> None:
     "--kind",
     type=click.Choice(["correctness", "performance", "parity"]),
     default="correctness",
-    show_default=True,
-    help="What is asked of the logs.",
+    metavar="KIND",
+    help="What is asked of the logs: correctness (the default), performance or parity.",
 )
 @click.option(
     "--metric",
@@ -438,7 +472,7 @@ def judge(
 @_outputs
 @_verbose
 def report_(run: str, outputs: tuple[Path, ...], verbose: bool) -> None:
-    """Print the report of a finished RUN again, or write it in another format.
+    """Print the report of a RUN again, or write it in another format.
 
     RUN is the folder of a run, its name, or a report.json. Judges nothing.
     """
@@ -454,24 +488,6 @@ def report_(run: str, outputs: tuple[Path, ...], verbose: bool) -> None:
     made = runs.given(path, "report")
     _print(made, verbose)
     report.save(made, outputs, again=False)
-
-
-@main.command()
-@click.argument("kind")
-def init(kind: str) -> None:
-    """Print a commented spec of KIND to start from.
-
-    KIND is correctness, performance or parity. What is to be filled in stands
-    in <angle brackets>; `rlspec lint` names what is left over.
-    """
-    from rlspec import schema
-
-    if kind in schema.LATER:
-        raise errors.SpecError(f"kind {kind!r} comes in a later version; now: {', '.join(schema.KINDS)}")
-    if kind not in schema.KINDS:
-        raise errors.SpecError(f"unknown kind {kind!r}; {schema.suggestion(kind, schema.KINDS)}")
-    path = Path(__file__).parent / "templates" / kind / "init.yaml"
-    click.echo(path.read_text(encoding="utf-8"), nl=False)
 
 
 @main.command(name="list")
@@ -492,8 +508,10 @@ def list_(what: str) -> None:
 @main.command()
 @click.argument("name")
 def explain(name: str) -> None:
-    """Explain a lint rule (RL203), a judgment (drift), a contract (training)
-    or a row of one (training/drift)."""
+    """Explain a lint rule, a judgment or a contract row.
+
+    NAME is such as RL203, drift, training (all rows) or training/drift.
+    """
     from rlspec import listing
 
     click.echo(listing.explain(name, Path.cwd()))

@@ -53,14 +53,10 @@ def make(root: Path) -> None:
 
 
 def state(repo: Path) -> tuple[str, ...]:
-    """Branch, commit, index, status with ignored files, and the bytes of every file."""
+    """Branch, commit, how index and files differ from it, ignored files too, and the bytes of every file."""
     files = sorted(path for path in repo.rglob("*") if path.is_file() and ".git" not in path.relative_to(repo).parts)
-    return (
-        git(repo, "rev-parse", "HEAD", "--abbrev-ref", "HEAD"),
-        git(repo, "ls-files", "-s", "-z"),
-        git(repo, "status", "--porcelain", "--ignored", "-z"),
-        *(f"{path}: {path.read_bytes()!r}" for path in files),
-    )
+    status = git(repo, "status", "--porcelain=v2", "--branch", "--ignored", "-z")
+    return (status, *(f"{path}: {path.read_bytes()!r}" for path in files))
 
 
 def worktrees(repo: Path) -> int:

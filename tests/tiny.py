@@ -7,6 +7,7 @@ import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import yaml
 
@@ -41,15 +42,16 @@ class Ended:
     err: str
 
 
-def rlspec(*arguments):
+def rlspec(*arguments, answer=""):
     """`rlspec ARGUMENTS…`; anything but an exit is a traceback that a user would see, and is raised."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    typed = mock.patch("sys.stdin", io.StringIO(answer))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), typed:
         try:
             main([str(argument) for argument in arguments], prog_name="rlspec")
         except SystemExit as end:
-            code = end.code
-    return Ended(code or 0, out.getvalue(), err.getvalue())
+            return Ended(end.code or 0, out.getvalue(), err.getvalue())
+    return Ended(0, out.getvalue(), err.getvalue())
 
 
 def training(folder, **changes):

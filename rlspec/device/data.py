@@ -59,7 +59,7 @@ def read_texts(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    return [part.strip("\n") for part in re.split(r"\n[ \t]*\n", text) if part.strip()]
+    return [part.strip("\n") for part in re.split(r"\n(?:[ \t]*\n)+", text) if part.strip()]
 
 
 def _plain(path: Path) -> Iterator[str]:

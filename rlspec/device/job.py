@@ -67,7 +67,10 @@ def join(environment: Mapping[str, str] = os.environ) -> Iterator[Job]:
     if world == 1:
         yield Job(device)
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     try:
         yield Job(device, rank, world)
     finally:

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
+
+
+def apply(model: nn.Module, asked: Mapping[str, Any]) -> None:
+    """`asked` as an arm says it: {weights: 1ulp, seed: 1}. Raises ValueError for any other kind."""
+    if asked.get("weights") != "1ulp":
+        raise ValueError(f"perturb: weights are moved by 1ulp, not by {asked.get('weights')!r}")
+    one_ulp(model, asked["seed"])
 
 
 def one_ulp(model: nn.Module, seed: int) -> None:

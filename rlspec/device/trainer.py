@@ -80,7 +80,7 @@ class Trainer:
         )
         self.model.initialise(settings.seed)
         if perturbation is not None:
-            perturb.one_ulp(self.model, perturbation["seed"])
+            perturb.apply(self.model, perturbation)
         self.optimizer = self.make_optimizer()
         self.corpus = Corpus(settings.corpus or default_corpus(), settings.sequence_length)
         needed = settings.steps * settings.global_batch_size
@@ -222,7 +222,7 @@ class Balance:
         self.counts: Tensor | int = 0
 
     def loss(self, router: RouterStatistics) -> Tensor:
-        counts, sums = router.counts, router.probability_sums
+        counts, sums = router.counts, router.probability_sums.double()
         if self.type != "sequence":
             counts, sums = counts.sum(1, keepdim=True), sums.sum(1, keepdim=True)
         scores = sums * router.top_k / counts.sum(-1, keepdim=True)

@@ -36,8 +36,8 @@ WARM_UP = {"start_learning_rate": 1e-6, "learning_rate": 1e-5}
 LIVELY = {"start_learning_rate": 3e-4, "learning_rate": 3e-4}
 CONFIGURATIONS = {
     "tiny-moe, warm-up to 1e-5": (TINY, 128, {"global_batch_size": 32, "micro_batch_size": 8, **WARM_UP}),
-    "small-moe (106 M), warm-up to 1e-5": (SMALL, 512, {"global_batch_size": 32, "micro_batch_size": 8, **WARM_UP}),
-    "small-moe (106 M), 3e-4 from step 1": (SMALL, 512, {"global_batch_size": 32, "micro_batch_size": 8, **LIVELY}),
+    "small-moe (106 M), warm-up to 1e-5": (SMALL, 256, {"global_batch_size": 48, "micro_batch_size": 16, **WARM_UP}),
+    "small-moe (106 M), 3e-4 from step 1": (SMALL, 256, {"global_batch_size": 48, "micro_batch_size": 16, **LIVELY}),
 }
 
 
