@@ -21,6 +21,9 @@ from rlspec import launch, logs, machine, plan, provenance, records, render, rep
 from rlspec.checks import CHECKS, training
 from rlspec.errors import RunError, SpecError
 from rlspec.model import Arm, Document, Result, Row, Run, Spec, Step, Verdict
+from rlspec.trainers import TRAINERS
+
+PACKAGE = Path(rlspec.__file__).parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +252,7 @@ def _write_plan(session: _Session, steps: Sequence[Step]) -> None:
                 "argv": list(step.argv),
                 "environment": dict(step.environment),
                 "perturb": dict(step.arm.perturb) if step.arm.perturb else None,
+                "implementation": _plain(step.arm.implementation),
                 "added": step.arm.name not in named,
             }
             for step in steps
@@ -304,6 +308,7 @@ def _not_reusable(
         ("commit", "the commit differs"),
         ("environment", "the environment differs"),
         ("perturb", "the perturbation differs"),
+        ("implementation", "the implementation differs"),
     ):
         if planned.get(key) != mine.get(key):
             return text
@@ -453,6 +458,8 @@ def _run_arm(session: _Session, step: Step) -> dict[str, Any]:
     observed.mkdir()
     inherited = {name: value for name, value in os.environ.items() if name not in repository.REDIRECTS}
     environment = {**inherited, **provenance.environment(tree, observed, inherited, step.environment)}
+    if tree is None and spec.trainer is not None and TRAINERS[spec.trainer.name].own_records:
+        environment["PYTHONPATH"] += f"{os.pathsep}{PACKAGE.parent}"  # rlspec may not be installed, but run from a checkout
     cwd = tree or (spec.repository or spec.path.parent).resolve()
     if broken := _build(session, step, cwd, environment):
         shutil.rmtree(observed, ignore_errors=True)
@@ -556,14 +563,20 @@ def _broken_provenance(session: _Session, step: Step, tree: Path | None, seen: d
     return provenance.wrong_imports(seen, tree, session.repository, required=required)
 
 
+def _plain(implementation: str | Mapping[str, str] | None) -> str | dict[str, str] | None:
+    return dict(implementation) if isinstance(implementation, Mapping) else implementation
+
+
 def _collect_records(spec: Spec, step: Step, state: dict[str, Any]) -> str | None:
     """Turn the log into records; why it cannot be done, or None."""
     if spec.trainer is not None:
+        own = TRAINERS[spec.trainer.name].own_records
         try:
-            found = _read_log(spec, step)
+            found = records.read(step.records, step.arm) if own else _read_log(spec, step)
         except (SpecError, RunError) as error:  # the arm has run, so this is its failure
             return str(error)
-        records.write(found, step.records, spec.trainer.reader)
+        if not own:
+            records.write(found, step.records, spec.trainer.reader)
         state["steps"] = max((len(series.steps) for series in found.series.values()), default=0)
     if not step.records.is_file():
         return f"the command wrote no {step.records.name}"
@@ -744,9 +757,7 @@ def expected(spec: Spec, report: dict[str, Any]) -> dict[str, Any]:
 
 def _blocked(spec: Spec, contract: contracts.Contract, reasons: Sequence[str], options: Options) -> dict[str, Any]:
     reason = "; ".join(reasons)
-    made = [
-        Verdict(judgment=j.check, subject=j.metric or "*", status="BLOCKED", reason=reason) for j in spec.judgments
-    ]
+    made = [Verdict(judgment=j.check, subject=j.metric or "*", status="BLOCKED", reason=reason) for j in spec.judgments]
     report = build(spec, contract, (), {}, made, None)
     report["overrides"] = list(options.overrides)
     return report

@@ -250,6 +250,24 @@ RULES: dict[str, Rule] = {
         "kind: correctness",
         "kind: correctness\nquestion: Does the fused router train like main?",
     ),
+    "RL229": Rule(
+        "the mesh has only axes that the trainer has",
+        "The embedded trainer is parallel over data alone; another axis would be named in the tag and change nothing.",
+        "trainer: {name: embedded}\nmesh: {pp: 2}",
+        "trainer: {name: embedded}\nmesh: {}\nlaunch: {name: torchrun, processes_per_node: 2}",
+    ),
+    "RL230": Rule(
+        "a planted fault stands only where an outcome is expected",
+        "settings.fault breaks the feature arms on purpose, to show that a judgment can fail; no normal spec has one.",
+        "settings: {fault: mean_of_means}",
+        "settings: {fault: mean_of_means}\nexpect: FAIL",
+    ),
+    "RL231": Rule(
+        "revisions of the embedded trainer are revisions of rlspec",
+        "The embedded trainer is part of rlspec; a revision of another repository would not be what trains.",
+        "trainer: {name: embedded}  # in a repository without rlspec/device\narms: [{…, revision: main}]",
+        "arms: [{name: feat0, role: feature, implementation: {attention: reference}}]",
+    ),
     "RL301": Rule(
         "a parity spec has one rollout arm and one train arm",
         "d = train − rollout; sides are chosen by role, never by order, since only this direction makes the estimator a KL.",

@@ -10,7 +10,11 @@ _PITHTRAIN = ("cross-entropy-loss", "load-balance-loss", "gradient-norm", "learn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerEntry:
-    """`metrics` are all that its log can hold (empty: whatever the user's reader finds)."""
+    """`metrics` are all that its log can hold (empty: whatever the user's reader finds).
+
+    `template` is the shipped run file below `templates/<kind>/`, `axes` the mesh axes that it can be larger than one in
+    beside dp. A trainer with `own_records` writes records.jsonl itself, at full precision.
+    """
 
     about: str
     reader: str = ""
@@ -19,15 +23,24 @@ class TrainerEntry:
     fp8: bool = False
     perturbs: bool = False
     runs: bool = False
+    template: str | None = None
+    axes: tuple[str, ...] = ("pp", "cp", "ep")
+    own_records: bool = False
+    global_batch_size: int | None = None
 
 
 TRAINERS: dict[str, TrainerEntry] = {
     "command": TrainerEntry(about="your own program, template and reader", runs=True),
     "embedded": TrainerEntry(
-        about="the small trainer inside rlspec (comes in a later version)",
+        about="the small trainer inside rlspec: decoders of the Qwen3 family, dense and mixture-of-experts",
         reader="pithtrain",
         metrics=_PITHTRAIN,
         perturbs=True,
+        runs=True,
+        template="embedded.py.j2",
+        axes=(),
+        own_records=True,
+        global_batch_size=8,
     ),
     "pithtrain": TrainerEntry(
         about="pith-train: mixture-of-experts pre-training (lints and plans; runs in a later version)",

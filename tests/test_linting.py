@@ -82,3 +82,26 @@ def test_bad_overrides(spec, text):
 
 def test_an_override_is_linted(spec):
     assert "RL203" in rules(spec, overrides=["mesh.pp=3"])
+
+
+def test_revisions_of_the_embedded_trainer_are_revisions_of_rlspec(tmp_path):
+    text = (ROOT / "tests" / "bad_specs" / "RL230-fault.yaml").read_text()
+    text = text.replace(", settings: {fault: mean_of_means}", "").replace("role: base}", "role: base, revision: main}")
+    text = text.replace("role: base, perturb", "role: base, revision: main, perturb")
+    text = text.replace("role: feature,", "role: feature, revision: main,")
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    assert rules(path) == ["RL231"]
+    (tmp_path / "rlspec" / "device").mkdir(parents=True)
+    assert rules(path) == []
+
+
+def test_samples_of_a_prepared_corpus_are_known(tmp_path):
+    text = (ROOT / "tests" / "bad_specs" / "RL230-fault.yaml").read_text()
+    text = text.replace("settings: {fault: mean_of_means}", "settings: {corpus: c}")
+    path = tmp_path / "spec.yaml"
+    path.write_text(text)
+    assert rules(path) == []
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "manifest.json").write_text('{"files": [{"tokens": 6401}, {"tokens": 64}]}')
+    assert rules(path) == ["RL209"]  # 100 samples of 64 tokens, 256 are needed

@@ -28,7 +28,8 @@ def test_no_gpu_without_nvidia_smi(tmp_path, monkeypatch):
 def test_gpus(smi):
     smi(f"{H200}\n{H200}\n")
     one, two = machine.gpus()
-    assert one == two == machine.Gpu(name="NVIDIA H200", capability=(9, 0), memory_gib=143771 / 1024, driver="570.86.15")
+    gpu = machine.Gpu(name="NVIDIA H200", capability=(9, 0), memory_gib=143771 / 1024, driver="570.86.15")
+    assert one == two == gpu
 
 
 @pytest.mark.parametrize("text", ["", "No devices were found\n", "NVIDIA X, [N/A], 1, 2\n", "a,b\n"])
@@ -61,7 +62,7 @@ UNMET = [
     ({"memory_gib": 141}, ["141 GiB of GPU memory are needed, here: 140.4 GiB"]),
     ({"pinned_weights": True}, ["pinned weights are needed, and this version has none"]),
     ({"pinned_weights": False}, []),
-    ({"commands": ["nvidia-smi", "no-such"], "gpus": 9}, ["program 'no-such' is not on PATH", "9 GPUs are needed, here: 2"]),
+    ({"commands": ["nvidia-smi", "x"], "gpus": 9}, ["program 'x' is not on PATH", "9 GPUs are needed, here: 2"]),
 ]
 
 

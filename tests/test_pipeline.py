@@ -330,8 +330,18 @@ def test_a_revision_outside_of_git_says_what_to_set(here):
     assert done.code == 2 and "repository:" in done.err and not written(here)
 
 
-@pytest.mark.parametrize("option", [["--arm", "feat1"], ["--from", "nothing"], ["--set", "trainer.steps=x"], ["-k", "zz"],
-                                    ["-o", "report.html"], ["-o", "report"], ["--resume"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--arm", "feat1"],
+        ["--from", "nothing"],
+        ["--set", "trainer.steps=x"],
+        ["-k", "zz"],
+        ["-o", "report.html"],
+        ["-o", "report"],
+        ["--resume"],
+    ],
+)
 def test_bad_options_write_nothing(here, option):
     done = rlspec("run", spec(here), *option)
     assert done.code == 2 and done.err.count("\n") <= 2 and not written(here) and starts(here / "work") == 0
@@ -422,8 +432,9 @@ def test_a_parity_command_can_be_retried(here):
     done = rlspec("run", path, "--retry-errors")
     assert done.code == 0, done.out
     folder = run_folder()
-    assert sorted(file.name for file in folder.glob("*rollout*")) == ["rollout.provenance.json", "rollout.records.jsonl"]
-    assert str(folder / "rollout.records.jsonl") in json.loads((folder / "rollout.provenance.json").read_text())["argv"]
+    records, state = folder / "rollout.records.jsonl", folder / "rollout.provenance.json"
+    assert sorted(folder.glob("*rollout*")) == [state, records]
+    assert str(records) in json.loads(state.read_text())["argv"]
 
 
 def test_a_parity_command_that_writes_nothing_is_an_error(here):

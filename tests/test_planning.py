@@ -104,9 +104,10 @@ cost
 
 
 def test_revisions_are_shown_as_commits(repo):
-    commit = subprocess.run(["git", "-C", repo.parent, "rev-parse", "v1"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "-C", repo.parent, "rev-parse", "v1"], capture_output=True, text=True).stdout
     found = text(repo, 200)
-    assert f"feature, v1 = {commit[:12]}" in found and f"repository  {repo.parent.resolve()}, isolation worktree" in found
+    assert f"feature, v1 = {commit[:12]}" in found
+    assert f"repository  {repo.parent.resolve()}, isolation worktree" in found
 
 
 def test_an_unknown_revision_is_refused(repo):
@@ -124,11 +125,11 @@ def test_torchrun_is_shown_as_it_would_start(here):
 
 
 def test_judgments_say_their_terms(here):
-    calibrated = {"check": "drift", "metric": "loss", "judge": "calibrated", "confirm_fail": True, "zero_envelope": "fail"}
+    terms = {"judge": "calibrated", "confirm_fail": True, "zero_envelope": "fail"}
     arms = [{"name": f"base{n}", "role": "base"} for n in range(3)] + [
         {"name": "feat0", "role": "feature", "environment": {"A": "b c"}}
     ]
-    found = text(training(here / "work", judgments=[calibrated], arms=arms))
+    found = text(training(here / "work", judgments=[{"check": "drift", "metric": "loss", **terms}], arms=arms))
     for count, limits in ((3, "below 3.2, FAIL above 5.8"), (4, "below 2.65, FAIL above 4.3"), (5, "below 2.35")):
         assert f"PASS {limits}" in found and f"drift_calibrated_{count}" in found
     assert "INVESTIGATE or a first FAIL adds base runs, up to 4 in all" in found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rlspec import catalog, plan, schema
@@ -13,6 +15,7 @@ from rlspec.logs import READERS
 from rlspec.model import Arm, Document, Judgment, Problem, Spec, Trainer
 from rlspec.trainers import FIXTURES, TRAINERS
 
+TEMPLATES = Path(__file__).parents[1] / "templates"
 Rule = common.Rule
 at = common.at
 
@@ -21,7 +24,10 @@ def settings(data: Mapping[str, Any]) -> dict[str, Any]:
     """A spec's trainer settings over the kind's fixture."""
     trainer = data["trainer"]
     given = dict(trainer.get("settings", {}))
-    return given if trainer["name"] == "command" else {**FIXTURES[data["kind"]], **given}
+    if trainer["name"] == "command":
+        return given
+    usual = TRAINERS[trainer["name"]].global_batch_size
+    return {**FIXTURES[data["kind"]], **({"global_batch_size": usual} if usual else {}), **given}
 
 
 def _model(data: Mapping[str, Any], document: Document) -> dict[str, Any] | None:
@@ -96,6 +102,27 @@ def mesh(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     yield from batches(document, data, world // (pp * cp), pp)
 
 
+def embedded(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    entry, given = TRAINERS[data["trainer"]["name"]], data["trainer"]
+    for axis in ("pp", "cp", "ep"):
+        if axis not in entry.axes and data["mesh"].get(axis, 1) > 1:
+            message = f"trainer {given['name']} has no {axis} axis yet"
+            yield at(document, f"/mesh/{axis}", "RL229", message, "it is parallel over dp, by launch: torchrun")
+    fault = given.get("settings", {}).get("fault") if given["name"] != "command" else None
+    if fault is not None and "expect" not in data:
+        message = f"the planted fault {fault} belongs to a control, and no outcome is expected here"
+        yield at(document, "/trainer/settings/fault", "RL230", message, "add expect: FAIL or ERROR, or leave it out")
+    revised = any("revision" in arm for arm in data["arms"])
+    if given["name"] == "embedded" and revised and not _holds_device(document, data):
+        message = "the repository under test has no rlspec/device, so its revisions are not what would train"
+        yield at(document, "/arms", "RL231", message, "let the arms differ by implementation, environment or perturb")
+
+
+def _holds_device(document: Document, data: dict[str, Any]) -> bool:
+    place = document.path.parent / data.get("repository", ".")
+    return any((folder / "rlspec" / "device").is_dir() for folder in (place.resolve(), *place.resolve().parents))
+
+
 def batches(document: Document, data: dict[str, Any], dp: int, pp: int) -> Iterator[Problem]:
     values = settings(data)
     batch, micro = values.get("global_batch_size"), values.get("micro_batch_size", 1)
@@ -108,10 +135,24 @@ def batches(document: Document, data: dict[str, Any], dp: int, pp: int) -> Itera
     elif TRAINERS[data["trainer"]["name"]].pipeline and batch // dp < 2 * pp:
         message = f"global_batch_size / dp = {batch // dp} is below 2·pp = {2 * pp}"
         yield at(document, pointer, "RL206", message, f"at least {2 * pp * dp} sequences fill the pipeline")
-    samples, steps = values.get("corpus_samples"), values.get("max_steps", 0)
+    samples, steps = corpus_samples(document, values, data.get("sequence_length", 2048)), values.get("max_steps", 0)
     if samples is not None and batch * steps > samples:
         message = f"{steps} steps of {batch} need {batch * steps} samples, the corpus has {samples}"
-        yield at(document, "/trainer/settings/corpus_samples", "RL209", message, "fewer steps, or a smaller batch")
+        pointer = "/trainer/settings/corpus_samples" if "corpus_samples" in values else "/trainer/settings/corpus"
+        yield at(document, pointer, "RL209", message, "fewer steps, or a smaller batch")
+
+
+def corpus_samples(document: Document, values: Mapping[str, Any], length: int) -> int | None:
+    """What the spec says, or what the manifest of a corpus that `rlspec prepare` wrote says; None if nothing does."""
+    if "corpus_samples" in values:
+        return int(values["corpus_samples"])
+    if "corpus" not in values:
+        return None
+    try:
+        manifest = json.loads((document.path.parent / values["corpus"] / "manifest.json").read_text(encoding="utf-8"))
+        return sum((int(file["tokens"]) - 1) // length for file in manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def routing(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -236,7 +277,8 @@ def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         if "implementation" in arm and data["trainer"]["name"] != "embedded":
             message = f"trainer {data['trainer']['name']} does not read implementation"
             yield at(document, f"/arms/{index}/implementation", "RL227", message, "use environment")
-    yield from alike(document, listed)
+    if "fault" not in data["trainer"].get("settings", {}):  # a planted fault is the difference
+        yield from alike(document, listed)
 
 
 def alike(document: Document, listed: Sequence[dict[str, Any]]) -> Iterator[Problem]:
@@ -265,6 +307,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (arm_names, ("arms",)),
     (launcher, ("launch", "trainer")),
     (mesh, ("mesh", "launch", "trainer")),
+    (embedded, ("mesh", "trainer", "arms", "repository")),
     (routing, ("trainer",)),
     (trainer, ("trainer",)),
     (metrics, ("trainer", "arms", "judgments")),
@@ -286,6 +329,8 @@ def parse(document: Document) -> Spec:
     how = plan.launch(data.get("launch", {}))
     given = data["trainer"]
     steps = given.get("steps") or settings(data).get("max_steps")
+    shipped = TRAINERS[given["name"]].template
+    template = TEMPLATES / data["kind"] / shipped if shipped else None
     repository = folder / data["repository"] if "repository" in data else None
     return Spec(
         **common.shared(document),
@@ -299,8 +344,8 @@ def parse(document: Document) -> Spec:
         trainer=Trainer(
             name=given["name"],
             settings=settings(data),
-            template=folder / given["template"] if "template" in given else None,
-            command=tuple(given.get("command", ())),
+            template=folder / given["template"] if "template" in given else template,
+            command=tuple(given.get("command", ("{python}", "{run_file}") if shipped else ())),
             reader=reader_name(data),
             pattern=given.get("reader", {}).get("pattern"),
             steps=steps,

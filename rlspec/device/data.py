@@ -114,7 +114,7 @@ def prepare(texts: Iterable[str], folder: Path, tokenizer: Tokenizer) -> dict[st
     try:
         lock.open("x").close()
     except FileExistsError:
-        raise ValueError(f"{lock} exists: another process writes here, or died doing so; then remove the lock") from None
+        raise ValueError(f"{lock} exists: another process writes here, or died at it; then remove it") from None
     try:
         described = _write(texts, path, tokenizer)
         manifest = {
@@ -138,7 +138,7 @@ def prepare(texts: Iterable[str], folder: Path, tokenizer: Tokenizer) -> dict[st
 
 
 def _refuse_occupied(folder: Path) -> None:
-    if (folder / MANIFEST).exists() or any(folder.rglob("*.bin")):
+    if any(folder.rglob("*.bin")):
         raise ValueError(f"{folder} holds a corpus already; choose another folder, or remove it first")
 
 
@@ -227,7 +227,7 @@ class Corpus:
         tokens, ends = self._files[file]
         start = (index - (int(self._ends[file - 1]) if file else 0)) * self.length
         stop = start + self.length + 1
-        # A document with its end at e has its last token, the end-of-document id, at e - 1; the first input is no target.
+        # A document with its end at e has its last token at e - 1, and the first input of a sample is no target.
         before = int(np.searchsorted(ends, stop, side="right"))
         last = int(ends[before - 1]) if before else 0
         counted = last - 1 - start if last >= start + 2 else self.length

@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from torch import Tensor
 
 from rlspec.device.architecture import Architecture
+from rlspec.device.job import Job
 from rlspec.device.settings import Settings
 from rlspec.device.trainer import Batch, MicroBatch, Row, Trainer
 
@@ -104,6 +106,13 @@ class ConstantMetric(Trainer):
         return row._replace(metrics={**row.metrics, "gradient-norm": 1.0})
 
 
+class ForcedRouting(Trainer):
+    """Every arm routes round-robin, so the load-balance loss is pinned at 1."""
+
+    def __init__(self, settings: Settings, job: Job, **options: Any) -> None:
+        super().__init__(replace(settings, force_balanced_routing=True), job, **options)
+
+
 FAULTS: Mapping[str, type[Trainer]] = {
     "local_token_count": LocalTokenCount,
     "mean_of_means": MeanOfMeans,
@@ -117,8 +126,9 @@ FAULTS: Mapping[str, type[Trainer]] = {
     "truncated": Truncated,
     "data_order": DataOrder,
     "constant_metric": ConstantMetric,
+    "forced_routing": ForcedRouting,
 }
-IN_ALL_ARMS = ("constant_metric",)
+IN_ALL_ARMS = ("constant_metric", "forced_routing")
 _RANKS = ("dp 2", lambda settings: settings.dp > 1)
 _MICRO_BATCHES = ("two micro-batches a rank", lambda settings: settings.micro_batches > 1)
 NEEDS: Mapping[str, tuple[str, Callable[[Settings], bool]]] = {
@@ -127,6 +137,7 @@ NEEDS: Mapping[str, tuple[str, Callable[[Settings], bool]]] = {
     "mean_of_means": _MICRO_BATCHES,
     "dropped_micro_batch": _MICRO_BATCHES,
     "load_balance_twice": ("a mixture of experts with a load-balance loss", lambda settings: settings.balanced),
+    "forced_routing": ("a mixture of experts with a load-balance loss", lambda settings: settings.balanced),
     "nan_at_step_7": ("seven steps", lambda settings: settings.steps >= 7),
     "truncated": ("two steps", lambda settings: settings.steps > 1),
 }

@@ -1,4 +1,4 @@
-"""Text to token ids: bytes, any tokenizer.json, or a byte-level BPE trained here. Each has an id that ends a document."""
+"""Text to token ids: bytes, any tokenizer.json, or a byte-level BPE trained here; each can end a document."""
 
 from __future__ import annotations
 

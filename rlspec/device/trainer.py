@@ -85,8 +85,9 @@ class Trainer:
         self.corpus = Corpus(settings.corpus or default_corpus(), settings.sequence_length)
         needed = settings.steps * settings.global_batch_size
         if len(self.corpus) < needed:
-            each = f"{settings.steps} steps of {settings.global_batch_size} need {needed} samples"
-            raise ValueError(f"{each} of {settings.sequence_length} tokens, {self.corpus.folder} has {len(self.corpus)}")
+            wanted = f"{settings.steps} steps of {settings.global_batch_size} need {needed} samples"
+            here = f"{self.corpus.folder} has {len(self.corpus)} of {settings.sequence_length} tokens"
+            raise ValueError(f"{wanted}, {here}")
         self.order = self.sample_order()
 
     def run(self) -> Iterator[Row]:
@@ -212,7 +213,8 @@ class Trainer:
 class Balance:
     """The load-balance loss of one step's micro-batches: E · Σ f·P, mean over layers, 1 where the load is even.
 
-    f is the share of choices that went to an expert, P the router's mean score for it. They are taken over the
+    f is the share of choices that went to an expert, P the router's mean score for it; as Σ P = 1, it is computed as
+    1 + E · Σ (f - 1/E)·P, which is exactly 1 for an even load whatever the rounding of P. f and P are taken over the
     micro-batch, or over each sequence, or f over all ranks and all micro-batches of the step so far (Qiu et al. 2025,
     arXiv:2501.11873); then it depends on the order of the micro-batches.
     """
@@ -228,5 +230,6 @@ class Balance:
         scores = sums * router.top_k / counts.sum(-1, keepdim=True)
         if self.type == "global-batch":
             self.counts = counts = self.job.sum(counts) + self.counts
-        shares = counts / counts.sum(-1, keepdim=True)
-        return (shares * scores).sum(-1).mean() * counts.shape[-1]
+        experts = counts.shape[-1]
+        excess = counts.double() / counts.sum(-1, keepdim=True) - 1 / experts
+        return 1 + experts * (excess * scores).sum(-1).mean()

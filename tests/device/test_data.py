@@ -100,6 +100,17 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(file, array):
+        file.write(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        prepare(TEXTS, tmp_path, Bytes())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_is_overwritten(tmp_path):
     prepare(TEXTS, tmp_path, Bytes())
     before = (tmp_path / "text.bin").read_bytes()
@@ -134,7 +145,7 @@ def test_samples_follow_each_other(tmp_path):
 
 
 def test_targets_after_the_last_end_do_not_count(tmp_path):
-    texts = ["x" * n for n in (1, 9, 2, 3, 30, 1, 7, 12)]
+    texts = ["x" * n for n in (2, 2, 1, 9, 2, 3, 30, 1, 7, 12)]
     prepare(texts, tmp_path, Bytes())
     for length in (1, 2, 5, 8):
         corpus = Corpus(tmp_path, length)
@@ -150,7 +161,8 @@ def test_files_are_read_by_name_and_without_a_manifest(tmp_path):
     write_like_pithtrain(tmp_path / "a" / "1.bin", [[1, 2, 3, 4, 5, 6, 7]], np.uint32)
     np.save(tmp_path / "indices.npy", np.arange(3))  # pith-train leaves such files in the folder
     corpus = Corpus(tmp_path, 2)
-    assert [corpus[i].tokens.tolist() for i in range(len(corpus))] == [[1, 2, 3], [3, 4, 5], [5, 6, 7], [10, 11, 12], [12, 13, 14]]
+    found = [corpus[i].tokens.tolist() for i in range(len(corpus))]
+    assert found == [[1, 2, 3], [3, 4, 5], [5, 6, 7], [10, 11, 12], [12, 13, 14]]
     assert [corpus[i].counted for i in range(len(corpus))] == [2, 2, 2, 2, 2]
 
 

@@ -86,7 +86,7 @@ def train(
     heads=4,
     sequence_length=128,
     micro_batch_size=8,
-    accumulation=4,
+    accumulation=8,
     learning_rate=3e-3,
     dtype="fp32",
 ):

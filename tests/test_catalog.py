@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlspec import catalog
+from rlspec.errors import SpecError
+
+MODELS = ["qwen3-30b-a3b", "qwen3.5-35b-a3b", "deepseek-v2-lite", "gpt-oss-20b", "gpt-oss-120b", "qwen3-8b", "char-gpt"]
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A repository with a model of its own, and a folder deep in it."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine.yaml").write_text("name: mine\nlayers: 3\n")
+    (tmp_path / "specs" / "deep").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shipped_models(tmp_path, name):
+    found = catalog.model(name, tmp_path)
+    assert found["name"] == name
+    assert {"layers", "hidden_size"} <= set(found)
+    assert catalog.checked("models", catalog.find("models", name, tmp_path))[1] == []
+
+
+def test_shipped_models_of_the_mixture_of_experts_kind_say_how_they_are_balanced(tmp_path):
+    for name in MODELS[:5]:
+        found = catalog.model(name, tmp_path)
+        assert found["experts"]["count"] >= 32 and found["tokenizer"], name
+        assert found["load_balance_type"] == ("sequence" if name == "deepseek-v2-lite" else "global-batch"), name
+
+
+def test_own_entries_are_found_from_below_and_go_before_shipped_ones(own):
+    deep = own / "specs" / "deep"
+    assert catalog.home(deep) == own and catalog.model("mine", deep) == {"name": "mine", "layers": 3}
+    (own / "models" / "qwen3-8b.yaml").write_text("name: qwen3-8b\nlayers: 1\n")
+    assert catalog.model("qwen3-8b", deep)["layers"] == 1
+    assert {"mine", "qwen3-30b-a3b"} <= set(catalog.entries("models", deep))
+
+
+def test_the_search_ends_at_the_top_of_the_repository(own):
+    (own / "specs" / ".git").mkdir()
+    assert catalog.home(own / "specs" / "deep") is None
+    with pytest.raises(SpecError, match="unknown model 'mine'; .*known: char-gpt, "):
+        catalog.model("mine", own / "specs" / "deep")
+
+
+def test_a_path_is_relative_to_the_spec(own):
+    assert catalog.model("../../models/mine.yaml", own / "specs" / "deep")["name"] == "mine"
+    with pytest.raises(SpecError, match="unknown model 'nowhere/mine.yaml'"):
+        catalog.model("nowhere/mine.yaml", own)
+
+
+def test_a_hugging_face_config(own):
+    config = {"num_hidden_layers": 48, "hidden_size": 2048, "num_experts": 128, "vocab_size": 151936, "other": 1}
+    (own / "Qwen3").mkdir()
+    (own / "Qwen3" / "config.json").write_text(json.dumps(config))
+    assert catalog.model("Qwen3/config.json", own) == {
+        "name": "Qwen3",
+        "layers": 48,
+        "hidden_size": 2048,
+        "vocabulary_size": 151936,
+        "experts": {"count": 128},
+    }
+
+
+@pytest.mark.parametrize(("text", "words"), [("{", "not a readable config.json"), ("[]", "holds one object")])
+def test_a_config_that_cannot_be_read(own, text, words):
+    (own / "config.json").write_text(text)
+    with pytest.raises(SpecError, match=f"config.json: .*{words}"):
+        catalog.model("./config.json", own)
+
+
+def test_an_entry_with_a_mistake_is_told_with_its_place(own):
+    (own / "models" / "mine.yaml").write_text("name: mine\nlayer: 3\n")
+    with pytest.raises(SpecError, match=r"mine.yaml:2:1: unknown key 'layer'"):
+        catalog.model("mine", own)
+
+
+def test_a_file_that_is_no_yaml(own):
+    (own / "models" / "mine.yaml").write_text("a: [")
+    with pytest.raises(SpecError, match="mine.yaml:"):
+        catalog.model("mine", own)
