@@ -340,6 +340,7 @@ def run(
             codes.append(errors.USAGE if isinstance(error, errors.SpecError) else errors.ERROR)
         else:
             codes.append(_report(made, outputs, verbose, investigate_ok, blocked_ok))
+            _track(made)
     raise SystemExit(verdicts.combine(codes))
 
 
@@ -384,6 +385,14 @@ def _report(
     report.save(made, outputs, again=False)
     report.summary(made, os.environ)
     return int(made["exit_code"])
+
+
+def _track(made: dict[str, Any]) -> None:
+    """Send a run to W&B where its spec says so; what goes wrong there changes no verdict."""
+    from rlspec.report import tracking
+
+    if tracking.wanted(made) and (problem := tracking.send(made)):
+        click.echo(f"warning: {problem}", err=True)
 
 
 def _print(made: dict[str, Any], verbose: bool) -> None:

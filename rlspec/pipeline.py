@@ -65,8 +65,6 @@ def startable(spec: Spec) -> None:
     """Raises SpecError if this version cannot start the spec's arms."""
     if spec.trainer is not None and (reason := training.cannot_run(spec)):
         raise SpecError(f"{spec.path}: {reason}")
-    if "wandb" in spec.data:
-        raise SpecError(f"{spec.path}: this version cannot log to W&B; leave the key wandb out")
 
 
 def resolve_revisions(spec: Spec) -> tuple[Path | None, dict[str, str]]:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from rlspec import compare
+from rlspec import compare, joining, student
 from rlspec.model import Run, Series, Verdict
 
 UNITS = {"step_time": "s", "throughput": "tokens/s", "peak_memory": "GiB"}
@@ -25,9 +25,8 @@ def judge_timing(check: str, runs: Sequence[Run], metric: str, factor: float, sc
     ERROR where a run cannot be read, lacks the metric or a step, or holds a value that is not finite.
     """
     assert check in UNITS
-    found = _findings(metric, runs)
-    notes = [compare.attributed(run.arm.name, note) for run in runs for note in run.notes]
-    if found:
+    notes = [joining.attributed(run.arm.name, note) for run in runs for note in run.notes]
+    if found := _findings(metric, runs):
         return Verdict(
             judgment=check,
             subject=metric,
@@ -36,6 +35,31 @@ def judge_timing(check: str, runs: Sequence[Run], metric: str, factor: float, sc
             evidence={"findings": found, "steps_judged": None},
             notes=(*found[1:], *notes),
         )
+    evidence = _evidence(check, runs, metric, factor, scope)
+    return Verdict(
+        judgment=check,
+        subject=metric,
+        status="MEASURED",
+        statistic=evidence["difference_percent"],
+        reason=_reason(evidence),
+        evidence=evidence,
+        notes=(*notes, *_remarks(runs, runs[0].series[metric])),
+    )
+
+
+def _findings(metric: str, runs: Sequence[Run]) -> list[str]:
+    roles = {run.arm.role for run in runs}
+    found = [f"there is no {role} run to measure" for role in ("base", "feature") if role not in roles]
+    found += joining.findings(metric, runs) if runs else []
+    for run in runs:
+        found += joining.non_finite(metric, run)
+        steps = run.series[metric].steps if joining.has(run, metric) else None
+        if steps and len(steps) == compare.first_judged(steps):
+            found.append(f"{run.arm.name} has step {steps[0]} of {metric} only, which carries compilation")
+    return found
+
+
+def _evidence(check: str, runs: Sequence[Run], metric: str, factor: float, scope: str) -> dict[str, Any]:
     steps = runs[0].series[metric].steps
     start = compare.first_judged(steps)
     figures = {run.arm.name: _figure(check, run.series[metric], start) * factor for run in runs}
@@ -52,34 +76,8 @@ def judge_timing(check: str, runs: Sequence[Run], metric: str, factor: float, sc
         "steps_expected": len(steps) - start,
         "steps": f"{steps[start]} to {steps[-1]}",
     }
-    if machines := compare.machine_differences(runs):
-        evidence["machines_differ"] = machines
-        notes.append(f"the arms ran on machines that differ in {', '.join(machines)}: the difference may be theirs")
-    if start == 0:
-        notes.append(f"the log begins at step {steps[0]}: every printed step is counted")
-    return Verdict(
-        judgment=check,
-        subject=metric,
-        status="MEASURED",
-        statistic=evidence["difference_percent"],
-        reason=_reason(check, evidence, scope),
-        evidence=evidence,
-        notes=tuple(notes),
-    )
-
-
-def _findings(metric: str, runs: Sequence[Run]) -> list[str]:
-    roles = {run.arm.role for run in runs}
-    found = [f"there is no {role} run to measure" for role in ("base", "feature") if role not in roles]
-    found += compare.findings(metric, runs) if runs else []
-    for run in runs:
-        series = run.series[metric] if compare.has(run, metric) else None
-        at = compare.first_non_finite(series) if series else None
-        if series and at is not None:
-            found.append(f"{run.arm.name}: {metric} is {series.values[at]} at step {series.steps[at]}")
-        if series and len(series.steps) == compare.first_judged(series.steps):
-            found.append(f"{run.arm.name} has step {series.steps[0]} of {metric} only, which carries compilation")
-    return found
+    machines = joining.machine_differences(runs)
+    return {**evidence, "machines_differ": machines} if machines else evidence
 
 
 def _name(check: str) -> str:
@@ -92,36 +90,47 @@ def _figure(check: str, series: Series, start: int) -> float:
 
 
 def _difference(base: list[float], feature: list[float]) -> dict[str, Any]:
-    """Feature minus base, in percent of the base; the interval is Student's t with a pooled variance."""
+    """Feature minus base, also in percent of the base, with the interval of the percentage."""
     centre, other = (compare.mean(values, len(values)) for values in (base, feature))
     percent = 100 * compare.divide(other - centre, centre)
-    found: dict[str, Any] = {
+    return {
         "base": centre,
         "feature": other,
         "difference": other - centre,
         "difference_percent": percent if math.isfinite(percent) else None,
-        "interval_percent": None,
-        "interval": "one run per arm: no interval",
-        "degrees": None,
+        **_interval(base, feature, centre, other, percent),
     }
-    if min(len(base), len(feature)) < 2:
-        return found
-    if found["difference_percent"] is None:
-        return {**found, "interval": "no interval"}
+
+
+def _interval(base: list[float], feature: list[float], centre: float, other: float, percent: float) -> dict[str, Any]:
+    """Student's t over the figures of the runs, with a pooled variance."""
+    if min(len(base), len(feature)) < 2 or not math.isfinite(percent):
+        why = "one run per arm: no interval" if min(len(base), len(feature)) < 2 else "no interval"
+        return {"interval_percent": None, "interval": why, "degrees": None}
     degrees = len(base) + len(feature) - 2
     apart = [*(value - centre for value in base), *(value - other for value in feature)]
     squares = sum(value * value for value in apart)
     error = math.sqrt(squares / degrees * (1 / len(base) + 1 / len(feature)))
-    half = abs(100 * compare.t_quantile(LEVEL, degrees) * error / centre)
+    half = abs(100 * student.t_quantile(LEVEL, degrees) * error / centre)
     text = f"{LEVEL:.0%} interval {percent - half:+.2f} % to {percent + half:+.2f} %"
-    found["interval_percent"] = [percent - half, percent + half]
-    found["interval"] = f"{text} (t over run figures, pooled variance, {degrees} degrees of freedom)"
-    found["degrees"] = degrees
-    return found
+    return {
+        "interval_percent": [percent - half, percent + half],
+        "interval": f"{text} (t over run figures, pooled variance, {degrees} degrees of freedom)",
+        "degrees": degrees,
+    }
 
 
-def _reason(check: str, evidence: dict[str, Any], scope: str) -> str:
-    unit = f"{UNITS[check]} {scope}".strip()
+def _remarks(runs: Sequence[Run], series: Series) -> list[str]:
+    said = []
+    if machines := joining.machine_differences(runs):
+        said.append(f"the arms ran on machines that differ in {', '.join(machines)}: the difference may be theirs")
+    if compare.first_judged(series.steps) == 0:
+        said.append(f"the log begins at step {series.steps[0]}: every printed step is counted")
+    return said
+
+
+def _reason(evidence: dict[str, Any]) -> str:
+    unit = f"{evidence['unit']} {evidence['scope']}".strip()
     percent = evidence["difference_percent"]
     change = f"{percent:+.2f} %" if percent is not None else "no percentage, since the base is 0"
     values = f"base {evidence['base']:.6g}, feature {evidence['feature']:.6g} {unit}: {change}"

@@ -1,16 +1,19 @@
-"""Fixtures of tests that start processes or need a git repository."""
+"""Fixtures of tests that start processes, need a git repository or read logs."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-
 from tests import gitrepo
 from tests.processes import marking
+
+from rlspec.logs import read
+from rlspec.model import Arm, Run
 
 
 @pytest.fixture
@@ -43,3 +46,16 @@ def repo(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "run folder"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Callable[..., Run]:
+    """Write a log of lines, text or bytes, and read it as the run of base0."""
+
+    def write_and_read(text: list[str] | str | bytes, reader: str, **options: Any) -> Run:
+        path = tmp_path / "base0.log"
+        whole = "\n".join(text) + "\n" if isinstance(text, list) else text
+        path.write_bytes(whole if isinstance(whole, bytes) else whole.encode())
+        return read(path, reader, Arm(name="base0", role="base"), **options)
+
+    return write_and_read

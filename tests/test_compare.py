@@ -9,17 +9,12 @@ from collections.abc import Sequence
 import pytest
 
 from rlspec import compare
-from rlspec.model import Arm, Run, Series
+from rlspec.model import Series
 
 
 def series(values: Sequence[float], steps: Sequence[int] | None = None, arm: str = "base0") -> Series:
     steps = range(1, len(values) + 1) if steps is None else steps
     return Series(arm=arm, metric="loss", steps=array("q", steps), values=array("d", values))
-
-
-def run(arm: str, steps: Sequence[int], total: int | None = None, **more: object) -> Run:
-    one = series([float(step) for step in steps], steps, arm)
-    return Run(arm=Arm(name=arm, role="base"), series={"loss": one}, steps_expected=total, **more)  # type: ignore[arg-type]
 
 
 def pair(a: Sequence[float], b: Sequence[float], start: int = 0) -> compare.Pair:
@@ -114,90 +109,3 @@ def test_the_block_filter_of_jumps_hides_none() -> None:
             values = [math.exp(chance.gauss(0, spread)) for _ in range(size)]
             found = compare.find_jump(series(values))
             assert (found.step if found else None) == naive_jump(values)
-
-
-@pytest.mark.parametrize(
-    ("level", "df", "t"),
-    [
-        (0.95, 1, 12.7062047364), (0.95, 2, 4.30265272975), (0.95, 3, 3.18244630528), (0.95, 4, 2.7764451052),
-        (0.95, 7, 2.36462425159), (0.95, 10, 2.22813885196), (0.99, 5, 4.03214298356), (0.5, 1, 1.0),
-        (0.95, 120, 1.97993040505),
-    ],
-)  # fmt: skip
-def test_student_t_agrees_with_the_tables(level: float, df: int, t: float) -> None:
-    assert compare.t_quantile(level, df) == pytest.approx(t, rel=1e-9)
-    assert compare.t_two_sided(-t, df) == pytest.approx(1 - level, rel=1e-9)
-
-
-def test_t_at_the_ends() -> None:
-    assert compare.t_two_sided(0, 3) == 1 and compare.t_two_sided(math.inf, 1) == 0
-
-
-def test_run_mean_t_is_the_prediction_interval() -> None:
-    found = compare.run_mean_t([1.0, 2.0, 3.0], [5.0])
-    assert found["t"] == pytest.approx(3 / math.sqrt(4 / 3)) and found["df"] == 2
-    assert found["p"] == pytest.approx(compare.t_two_sided(3 / math.sqrt(4 / 3), 2))
-    assert compare.run_mean_t([1.0, 1.0], [5.0]) == {"t": None, "df": 1, "p": None}
-    assert compare.run_mean_t([0.0, math.nan], [5.0])["t"] is None
-
-
-@pytest.mark.parametrize(
-    ("steps", "total"),
-    [
-        (range(1, 33), 32), (range(1, 33), None), (range(0, 32), 32), (range(0, 33), 32), (range(5, 33), 32),
-        (range(10, 41, 10), 40), (range(10, 41, 10), 45), ([1, 10, 20, 30], 32), ([1, 10, 20, 30, 32], 32),
-        (range(1, 40, 10), 40), ([1], 1), ([10], 12),
-    ],
-)  # fmt: skip
-def test_whole_step_sets(steps: Sequence[int], total: int | None) -> None:
-    assert compare.findings("loss", [run("base0", steps, total), run("feat0", steps, total)]) == []
-
-
-@pytest.mark.parametrize(
-    ("steps", "total", "said"),
-    [
-        (range(1, 32), 32, "every run is missing step 32 of loss (expected T = 32, it ends at step 31)"),
-        ([*range(1, 17), *range(18, 33)], 32, "every run is missing step 17 of loss (expected T = 32)"),
-        ([*range(1, 17), *range(18, 33)], None, "every run is missing step 17 of loss (the runs reach step 32)"),
-        (range(1, 35), 32, "every run has steps 33, 34 of loss beyond the expected T = 32"),
-        (range(10, 31, 10), 40, "every run is missing step 40"),
-        (range(0, 31), 32, "every run is missing step 31"),
-        ([10, 20, 40, 50, 60], None, "every run is missing step 30"),
-        ([10, 20, 30, 35, 40, 50, 60], None, "steps 30 and 35 are 5 apart, the others 10"),
-        (range(1, 10), 10**15, "steps 10, 11, 12, 13, 14, … of loss (expected T = 1000000000000000, it ends"),
-        ([*range(1, 10), 10**15], None, "steps 10, 11, 12, 13, 14, …"),
-    ],
-)
-def test_holes_that_all_runs_share(steps: Sequence[int], total: int | None, said: str) -> None:
-    (found,) = compare.findings("loss", [run("base0", steps, total), run("feat0", steps, total)])
-    assert said in found
-
-
-def test_the_run_that_lacks_a_step_is_named() -> None:
-    whole = run("base0", range(1, 33))
-    (found,) = compare.findings("loss", [whole, run("feat0", range(1, 31))])
-    assert found == "feat0 is missing steps 31, 32 of loss (the runs reach step 32, it ends at step 30)"
-    (found,) = compare.findings("loss", [whole, run("feat0", range(2, 33))])
-    assert found.startswith("feat0 is missing step 1 of loss")
-    (found,) = compare.findings("loss", [run("base0", range(1, 33), 32), run("feat0", range(1, 34), 32)])
-    assert found == "feat0 has step 33 of loss beyond the expected T = 32"
-    (found,) = compare.findings("loss", [run("base0", range(1, 33), 32), run("feat0", range(1, 65), 64)])
-    assert found == "the runs expect different numbers of steps: base0 32, feat0 64"
-
-
-def test_faults_and_absence_come_before_steps() -> None:
-    whole = run("base0", range(1, 5))
-    broken = run("feat0", [], faults={"loss": "step 3 is there twice"})
-    assert compare.findings("loss", [whole, broken]) == ["feat0: step 3 is there twice"]
-    assert compare.findings("loss", [whole, run("feat0", [1], faults={"*": "feat0 has no line"})]) == [
-        "feat0 has no line"
-    ]
-    assert compare.findings("loss", [whole, run("feat0", [])]) == ["loss is missing in feat0, though printed by base0"]
-    assert compare.findings("lr", [whole]) == ["no run prints lr; they print loss"]
-    assert compare.findings("loss", [whole, whole]) == ["several runs are called base0: give each its own name"]
-
-
-def test_machine_differences_ignore_what_only_one_run_knows() -> None:
-    a = run("a", [1], machine={"torch": "2.5", "gpu": "H200"})
-    b = run("b", [1], machine={"torch": "2.6", "gpu": "H200", "image": "x"})
-    assert compare.machine_differences([a, b, run("c", [1])]) == {"torch": {"a": "2.5", "b": "2.6"}}

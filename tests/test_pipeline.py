@@ -304,7 +304,6 @@ def test_a_run_goes_on_only_with_the_spec_that_it_began_with(here):
 
 REFUSED = {
     "slurm": ({"launch": {"name": "slurm", "nodes": 1, "gpus_per_node": 1}}, "slurm"),
-    "wandb": ({"wandb": {"project": "p"}}, "W&B"),
     "pithtrain": ({"trainer": {"name": "pithtrain", "settings": {"global_batch_size": 8}},
                    "judgments": ["drift"]}, "pithtrain"),
     "no repository": ({"repository": "nowhere", "arms": [

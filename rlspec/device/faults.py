@@ -23,14 +23,14 @@ class LocalTokenCount(Trainer):
     """Each rank divides by its own tokens, and the ranks' means are averaged."""
 
     def loss_weight(self, batch: Batch, micro: MicroBatch) -> float:
-        return 1 / (sum(each.count for each in batch.micro_batches) * self.settings.dp)
+        return 1 / (sum(each.counted for each in batch.micro_batches) * self.settings.dp)
 
 
 class MeanOfMeans(Trainer):
     """Each micro-batch is averaged, then the averages are."""
 
     def loss_weight(self, batch: Batch, micro: MicroBatch) -> float:
-        return 1 / (micro.count * self.settings.micro_batches * self.settings.dp)
+        return 1 / (micro.counted * self.settings.micro_batches * self.settings.dp)
 
 
 class LearningRate(Trainer):

@@ -31,20 +31,20 @@ BETAS, EPSILON = (0.9, 0.95), 1e-8
 
 
 class MicroBatch(NamedTuple):
-    """int64 tokens and targets, bool mask of the targets that count, all [sequences, T]; `count` is the mask's sum."""
+    """int64 tokens and targets, bool mask of the targets that count, all [sequences, T]; `counted` is its sum."""
 
     tokens: Tensor
     targets: Tensor
     mask: Tensor
-    count: int
+    counted: int
 
 
 class Batch(NamedTuple):
-    """This rank's micro-batches of step `number`. `count` and `fingerprint` are over the whole job."""
+    """This rank's micro-batches of step `number`. `counted` and `fingerprint` are over the whole job."""
 
     number: int
     micro_batches: list[MicroBatch]
-    count: int
+    counted: int
     fingerprint: str
 
 
@@ -182,7 +182,7 @@ class Trainer:
 
     def loss_weight(self, batch: Batch, micro: MicroBatch) -> float:
         """What the sum over a micro-batch's counted tokens is multiplied by."""
-        return 1 / batch.count
+        return 1 / batch.counted
 
     def balance_weight(self) -> float:
         """What the load-balance loss of a micro-batch is multiplied by: all have the same number of tokens."""

@@ -18,7 +18,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 METRICS = ("cross-entropy-loss", "load-balance-loss", "gradient-norm")
-NOT_BY_RATIO = ("nan_at_step_7", "truncated", "data_order", "constant_metric", "forced_routing")  # ERROR, or FAIL for a NaN
+# These end in ERROR, or in FAIL for a NaN, before there is a ratio.
+NOT_BY_RATIO = ("nan_at_step_7", "truncated", "data_order", "constant_metric", "forced_routing")
 HARMLESS: Mapping[str, Any] = {
     "attention: reference": {"attention": "reference"},
     "all reference": "reference",

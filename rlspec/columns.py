@@ -1,0 +1,225 @@
+"""The step lines of one log as columns, one a metric, until they become series."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from operator import lt
+
+from rlspec.model import Series
+from rlspec.printed import EXACT_DIGITS, Quoted, last_digit, number
+
+
+@dataclass(slots=True)
+class Column:
+    """One metric while its log is read: a value and a mark of presence for each step line.
+
+    `stripped` says that trailing zeros may have been left out, `coarsest` and `finest` are the decimal exponents of the
+    last digits seen, `exact` that one value had all digits of a double.
+    """
+
+    stripped: bool
+    values: array[float] = field(default_factory=lambda: array("d"))
+    present: bytearray = field(default_factory=bytearray)
+    coarsest: int | None = None
+    finest: int | None = None
+    exact: bool = False
+
+    @property
+    def decimals(self) -> int:
+        """The most decimals seen, `EXACT_DIGITS` where the values are exact."""
+        return EXACT_DIGITS if self.exact else min(max(0, -(self.finest or 0)), EXACT_DIGITS - 1)
+
+    @property
+    def resolution(self) -> float:
+        """Half a unit of the last printed digit.
+
+        Where a program prints a fixed number of digits the coarsest last digit counts: that of the largest value for
+        exponent forms and for texts of four significant digits. Where trailing zeros may have been left out the most
+        decimals seen count, and one value of 15 significant digits shows that all are exact: 0.
+        """
+        digit = self.finest if self.stripped else self.coarsest
+        return 0.0 if digit is None or (self.stripped and self.exact) else float(f"5e{digit - 1}")
+
+    def pad(self, count: int) -> None:
+        """Step lines without a value."""
+        self.values.extend(array("d", [math.nan]) * count)
+        self.present.extend(bytes(count))
+
+    def append(self, text: str, value: float) -> None:
+        self.values.append(value)
+        self.present.append(1)
+        self._note_digit(text, value)
+
+    def extend(self, texts: Sequence[str], exponents: bool) -> None:
+        """Values whose last digit is known already, unless they are written with exponents."""
+        try:
+            values = array("d", map(float, texts))
+        except ValueError:
+            values = array("d", map(float, " ".join(texts).replace(",", "").split()))
+        self.values.extend(values)
+        self.present.extend(b"\x01" * len(texts))
+        if exponents and self.stripped:
+            for text, value in zip(texts, values, strict=True):
+                self._note_digit(text, value)
+        elif exponents:
+            largest = max(max(values), -min(values))
+            index = values.index(largest) if largest in values else values.index(-largest)
+            self._note_digit(texts[index], values[index])
+
+    def is_cut(self, text: str, value: float) -> bool:
+        """Whether a number has fewer digits than those before it."""
+        last = last_digit(text, value)
+        if last is None or self.coarsest is None or self.finest is None:
+            return False
+        if self.stripped and self.exact:
+            return last[1] < EXACT_DIGITS
+        return last[0] > (self.finest if self.stripped else self.coarsest)
+
+    def _note_digit(self, text: str, value: float) -> None:
+        last = None if self.stripped and self.exact else last_digit(text, value)
+        if last is None:
+            return
+        self.stripped &= not isinstance(text, Quoted)
+        self.exact |= last[1] >= EXACT_DIGITS
+        self.coarsest = last[0] if self.coarsest is None else max(last[0], self.coarsest)
+        self.finest = last[0] if self.finest is None else min(last[0], self.finest)
+
+
+class Table:
+    """The step lines of one log in their order. Without `wanted` every field whose first value is a number counts."""
+
+    def __init__(self, log: str, wanted: Iterable[str], stripped: bool) -> None:
+        self.columns = {name: Column(stripped) for name in wanted}
+        self.steps: array[int] = array("q")
+        self.notes: list[str] = []
+        self._places: array[int] = array("q")
+        self._log = log
+        self._open = not self.columns
+        self._stripped = stripped
+        self._ignored: set[str] = set()
+        self._faults: dict[str, str] = {}
+        self._more: Counter[str] = Counter()
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """Metric to why its series cannot be judged, `*` for all."""
+        more = {metric: f"; {count} more like this" for metric, count in self._more.items()}
+        return {metric: f"{self._log} {text}{more.get(metric, '')}" for metric, text in self._faults.items()}
+
+    def decimals(self) -> dict[str, int]:
+        """The most decimals seen of each metric, as `Format.shape` wants them."""
+        return {name: column.decimals for name, column in self.columns.items()}
+
+    def fault(self, metric: str, text: str) -> None:
+        """Only the first fault of a metric is kept, the others are counted."""
+        if metric in self._faults:
+            self._more[metric] += 1
+        else:
+            self._faults[metric] = text
+
+    def add(self, place: int, step: int, fields: Mapping[str, str | None], ending: str | None = None) -> None:
+        """One step line of line number `place`; `ending` is its text if the file ends there without a line end."""
+        rows = len(self.steps)
+        self.steps.append(step)
+        self._places.append(place)
+        for name, text in fields.items():
+            if text is not None and (name in self.columns or (self._open and name not in self._ignored)):
+                self._put(rows, name, text, ending)
+        for column in self.columns.values():
+            if len(column.values) == rows:
+                column.pad(1)
+
+    def extend(self, place: int, names: Sequence[str], exponents: Iterable[str], rows: Sequence[Sequence[str]]) -> None:
+        """Step lines in bulk: the values of `names`, of which one is `step`, and a last cell that is ignored."""
+        self._places.extend(range(place, place + len(rows)))
+        for name, texts in zip(names, zip(*rows, strict=True), strict=False):
+            if name == "step":
+                self.steps.extend(map(int, texts))
+            else:
+                self.columns[name].extend(texts, name in exponents)
+        for name in self.columns.keys() - set(names):
+            self.columns[name].pad(len(rows))
+
+    def series(self, arm: str, remedy: str) -> dict[str, Series]:
+        """Every metric with a value, in ascending steps. Repeats are merged or become faults."""
+        ordered = all(map(lt, self.steps, islice(self.steps, 1, None)))
+        order = range(len(self.steps)) if ordered else sorted(range(len(self.steps)), key=self.steps.__getitem__)
+        found: dict[str, Series] = {}
+        merged: dict[str, dict[int, int]] = {}
+        for name, column in self.columns.items():
+            if 1 not in column.present:
+                continue
+            steps, values = self.steps, column.values
+            if not ordered or 0 in column.present:
+                rows, merged[name] = self._distinct(name, [row for row in order if column.present[row]], remedy)
+                steps = array("q", [self.steps[row] for row in rows])
+                values = array("d", [column.values[row] for row in rows])
+            found[name] = Series(arm=arm, metric=name, steps=steps, values=values, resolution=column.resolution)
+        self._note_merged({name: rows for name, rows in merged.items() if rows})
+        return found
+
+    def _note_merged(self, merged: Mapping[str, Mapping[int, int]]) -> None:
+        repeats = {row: first for rows in merged.values() for row, first in rows.items()}
+        if repeats:
+            row, first = min(repeats.items())
+            self.notes.append(
+                f"{self._log} repeats {len(repeats)} step lines; the equal values of {', '.join(merged)} were merged "
+                f"(the first: step {self.steps[row]}, lines {self._places[first]} and {self._places[row]})"
+            )
+
+    def _distinct(self, name: str, rows: Sequence[int], remedy: str) -> tuple[list[int], dict[int, int]]:
+        """The first row of each step, and the later rows with equal values."""
+        kept: list[int] = []
+        equal: dict[int, int] = {}
+        differing: dict[int, int] = {}
+        values = self.columns[name].values
+        for row in rows:
+            if not kept or self.steps[kept[-1]] != self.steps[row]:
+                kept.append(row)
+            else:
+                (equal if _same(values[kept[-1]], values[row]) else differing)[row] = kept[-1]
+        if differing:
+            row, first = next(iter(differing.items()))
+            self.fault(
+                name,
+                f"has step {self.steps[row]} twice with different values of {name}: {values[first]!r} at line "
+                f"{self._places[first]} and {values[row]!r} at line {self._places[row]} "
+                f"({len(differing)} such lines; {remedy})",
+            )
+        return kept, equal
+
+    def _put(self, row: int, name: str, text: str, ending: str | None) -> None:
+        try:
+            value = number(text)
+        except ValueError:
+            self._refuse(row, name, text)
+            return
+        if value is None:
+            return
+        if name not in self.columns:
+            self.columns[name] = Column(self._stripped)
+            self.columns[name].pad(row)
+        column = self.columns[name]
+        if ending is not None and ending.rstrip().endswith(text) and column.is_cut(text, value):
+            self.fault(
+                name,
+                f"ends at line {self._places[row]} within {name} {text}, which has fewer digits than the values before "
+                "it (add the missing line end if the file is whole)",
+            )
+        column.append(text, value)
+
+    def _refuse(self, row: int, name: str, text: str) -> None:
+        """In an open table a field whose first value is no number is no metric."""
+        if name in self.columns:
+            self.fault(name, f"line {self._places[row]} has {name} {text[:80]!r}, which is no number")
+        else:
+            self._ignored.add(name)
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
