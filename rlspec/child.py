@@ -169,7 +169,7 @@ def _popen(argv: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> su
 
 
 def _die_with_parent() -> None:
-    """A child of an rlspec that was killed outright gets SIGTERM (Linux), and does not compute on beside the next run."""
+    """A child of an rlspec that was killed gets SIGTERM (Linux), and does not compute on beside the next run."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))
 
@@ -181,7 +181,7 @@ def _start_trouble(command: str, cwd: Path, environment: Mapping[str, str], erro
         if "/" not in command and shutil.which(command, path=environment.get("PATH", os.defpath)) is None:
             return "no such command on PATH; install it, or give its full path in `command`"
         if (cwd / command).is_file():
-            return "the interpreter named in its first line does not exist; correct that line, or put one first in `command`"
+            return "the interpreter in its first line does not exist; correct it, or put one first in `command`"
         return f"no such file (from {cwd}); correct the path in `command`"
     if isinstance(error, PermissionError):
         return "it is not executable; chmod +x it, or put its interpreter first in `command`"

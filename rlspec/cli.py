@@ -546,6 +546,26 @@ def schema(name: str) -> None:
 
 
 @main.command()
+@click.argument("folder", type=PATHS)
+@click.option(
+    "--text", "texts", multiple=True, type=PATHS, help="A .txt, .jsonl or .jsonl.zst file (key text). May be repeated."
+)
+@click.option("--tokenizer", default="byte", help="byte (the default), bpe:SIZE, or the path of a tokenizer.json.")
+@click.option("--end", metavar="TOKEN", help="The token that ends a document, if a tokenizer.json has an unusual one.")
+def prepare(folder: Path, texts: tuple[Path, ...], tokenizer: str, end: str | None) -> None:
+    """Write a tokenized corpus into FOLDER.
+
+    A spec of the embedded trainer names it: `settings: {corpus: FOLDER}`.
+
+    Without --text it is the prose that ships with Python (pydoc_data.topics),
+    as bytes: what the embedded trainer uses where a spec names no corpus.
+    """
+    from rlspec import preparing
+
+    raise SystemExit(preparing.prepare(folder, texts, tokenizer, end))
+
+
+@main.command()
 @click.argument("paths", nargs=-1, type=PATHS)
 def doctor(paths: tuple[Path, ...]) -> None:
     """Show what this machine can run.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,14 +34,14 @@ class Line:
     total: str | None = None
 
 
-class Format:
+class Format(ABC):
     """Parses lines in the order of the log. `stripped` says that trailing zeros of numbers may be left out."""
 
     stripped = False
 
+    @abstractmethod
     def parse(self, text: str) -> Line | None:
         """None where the line is no step line. Raises BadLine."""
-        raise NotImplementedError
 
     def shape(self, text: str, decimals: Mapping[str, int]) -> Shape | None:
         """A shape from a line that `parse` has accepted.

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import gitrepo
-from tests.processes import marking
 
 from rlspec.logs import read
 from rlspec.model import Arm, Run
+from tests import gitrepo
+from tests.processes import marking
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_cannot_start(tmp_path: Path) -> None:
     assert "cannot start 'nosuchtrainer': no such command on PATH" in trouble("nosuchtrainer")
     assert "no such file" in trouble("./missing")
     assert "it is not executable; chmod +x" in trouble("./plain")
-    assert "interpreter named in its first line does not exist; correct that line" in trouble("./orphan")
+    assert "interpreter in its first line does not exist; correct it" in trouble("./orphan")
     assert "it is no program" in trouble("./text")
     assert f"its folder {tmp_path / 'gone'} does not exist" in trouble(sys.executable, tmp_path / "gone")
 

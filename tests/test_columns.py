@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from tests.log_samples import megatron, pith, points
 
 
@@ -45,6 +46,12 @@ def test_repeats_with_different_values_are_a_fault_of_that_metric(log):
         in (run.faults["cross-entropy-loss"])
     )
     assert list(run.series["gradient-norm"].steps) == [1, 2, 3, 4]
+
+
+def test_one_fault_of_a_metric_is_told_and_the_others_are_counted(log):
+    lines = [line.replace("gradient-norm 49", "gradient-norm x49") for line in pith(range(1, 4))]
+    fault = log(lines, "pithtrain").faults["gradient-norm"]
+    assert fault == "base0.log line 1 has gradient-norm 'x49.5001', which is no number; 2 more like this"
 
 
 def test_a_number_torn_at_the_end_of_the_file(log):

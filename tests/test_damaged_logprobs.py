@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.parity_files import Token, judged, lines, stream
 
 from rlspec.errors import RunError, SpecError
+from tests.parity_files import Token, judged, lines, stream
 
 _NUMBERS = (-1, 2**70, 1.5, -0.0, 1e-7, -1e308, math.nan, math.inf)
 _VALUES: tuple[Any, ...] = (*_NUMBERS, None, True, "x", "", [], [1], {}, [[0]])

@@ -6,11 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.parity_files import ROWS, STRICT, compared, files, hint, judged, lines, row, statuses, stream
 
 from rlspec import dlogp
 from rlspec.errors import SpecError
 from rlspec.model import Row, RowStatus
+from tests.parity_files import ROWS, STRICT, compared, files, hint, judged, lines, row, statuses, stream
 
 
 def test_the_aggregates_by_hand(tmp_path: Path) -> None:

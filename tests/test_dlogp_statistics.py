@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 
 import pytest
-from tests.parity_files import STRICT, compared, stream
 
 from rlspec.dlogp_statistics import approx_kl, outside
+from tests.parity_files import STRICT, compared, stream
 
 
 def test_the_direction_is_train_minus_rollout(tmp_path: Path) -> None:

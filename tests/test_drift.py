@@ -4,11 +4,11 @@ import math
 from dataclasses import replace
 
 import pytest
-from tests.drift_runs import CURVE, DRIFT, JUMPY, LIMITS, judge, late, row, run, shifted, three
 
 from rlspec.drift import default_metrics, judge_drift, wants_base_run
 from rlspec.errors import SpecError
 from rlspec.model import Judgment, Row, Verdict
+from tests.drift_runs import CURVE, DRIFT, JUMPY, LIMITS, judge, late, row, run, shifted, three
 
 # The ratio and its limits
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from tests.drift_runs import CURVE, DRIFT, judge, run, shifted, three
 
 

@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from tests.drift_runs import CURVE, judge, run, shifted, three
 
 from rlspec.model import Judgment
+from tests.drift_runs import CURVE, judge, run, shifted, three
 
 
 def test_step_sets() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+
 from tests.drift_runs import CURVE, DRIFT, JUMPY, judge, late, run, shifted, three
 
 

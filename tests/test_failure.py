@@ -94,6 +94,13 @@ def test_root_cause_is_the_rank_that_raised_first(tmp_path: Path, named: int) ->
     assert cause(log) == "rank 3 exited with 1: torch.OutOfMemoryError: CUDA out of memory."
 
 
+def test_the_rank_that_raised_first_has_its_own_exit_code(tmp_path: Path) -> None:
+    block = RECORDED.replace("{code}", "1").replace("{traceback}", "To enable traceback see: https://pytorch.org")
+    block = block.replace("exitcode  : -15 ", "exitcode  : 7 ")
+    log = write(tmp_path, raised(0, "SystemError: 7") + raised(3, "RuntimeError: closed by peer") + block)
+    assert cause(log) == "rank 0 exited with 7: SystemError: 7"
+
+
 def test_root_cause_is_the_rank_that_left_without_a_traceback(tmp_path: Path) -> None:
     block = RECORDED.replace("{code}", "2").replace("{traceback}", "To enable traceback see: https://pytorch.org")
     block = block[block.index("Traceback", block.index("nosuch'")) :]

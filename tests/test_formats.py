@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
+
 from tests.log_samples import pith, points
 
 

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+
 from tests.parity_files import compared, hint, statuses, stream
 
 

@@ -34,7 +34,7 @@ ROWS = (
     {"report.drift_figures", "report.timing_figures", "report.parity_figures"},
     {"report.evidence", "report.outcome"},
     {"report.jsonfile", "report.junit", "report.markdown", "report.terminal", "report.tracking"}
-    | {"planning", "judging", "listing", "cleaning"},
+    | {"planning", "judging", "listing", "cleaning", "preparing"},
     {"report"},
     {"cli"},
     {"__main__"},

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -35,8 +36,10 @@ def test_lock_dies_with_its_process(repo: Path) -> None:
             pass
         child.kill()
         child.wait()
+    stale = repo / ".git" / "rlspec" / "lock"
+    stale.write_text(stale.read_text() + " " * 999 + "}")
     with lock(repo):
-        pass
+        assert json.loads(stale.read_text())["pid"] == os.getpid()
 
 
 def test_a_journal_that_cannot_be_read_names_the_way_out(repo: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+
 from tests.log_samples import points
 
 

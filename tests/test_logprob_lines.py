@@ -3,11 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.logprob_files import GOOD, entry, refusal, stored
 
 from rlspec import logprobs
 from rlspec.logprob_lines import shown
 from rlspec.logprobs import BadLogProbs
+from tests.logprob_files import GOOD, entry, refusal, stored
 
 
 @pytest.mark.parametrize(

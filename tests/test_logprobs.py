@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.logprob_files import entry, refusal, stored
 
 from rlspec import logprobs
 from rlspec.errors import RunError, SpecError
 from rlspec.logprobs import BadLogProbs, LogProbs
+from tests.logprob_files import entry, refusal, stored
 
 
 def rows(read: LogProbs) -> list[tuple[str, int, int, float]]:

@@ -3,12 +3,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.log_samples import TITAN, megatron, pith
 
 from rlspec import logs
 from rlspec.errors import RunError, SpecError
 from rlspec.logs import GRADIENT_NORMS, read
 from rlspec.model import Arm
+from tests.log_samples import TITAN, megatron, pith
 
 
 @pytest.mark.parametrize(

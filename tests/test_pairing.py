@@ -3,10 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.logprob_files import entry, stored
 
 from rlspec.logprobs import LogProbs
 from rlspec.pairing import identity, join, remarks
+from tests.logprob_files import entry, stored
 
 
 def pair(tmp_path: Path, ours: list[str], theirs: list[str]) -> tuple[LogProbs, LogProbs]:

@@ -8,11 +8,14 @@ import subprocess
 
 import pytest
 
-from rlspec import pipeline, runs
+from rlspec import linting, pipeline, runs, verdicts
+from rlspec.checks import CHECKS
 from tests.tiny import parity, report, rlspec, run_folder, save, starts, statuses, tokens, training
 
-SETTLES = {"seed": 12}  # 3.3 with two base runs of identical code, 0.9 with three
-STAYS = {"seed": 6, "offset": 0.002}  # between 3 and 5, however many base runs
+# What identical code and a small offset can come out as, by luck:
+SETTLES = {"seed": 233}  # the ratio is 3.3 with two base runs of identical code, 1.7 with three
+UNLUCKY = {"seed": 128}  # 6.1 with two base runs of identical code, 1.8 with three
+STAYS = {"seed": 3, "offset": 0.002}  # between 3 and 5, however many base runs
 
 
 @pytest.fixture
@@ -21,10 +24,10 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def spec(here, seed=1, offset=0.0, judgment=None, features=None, **changes):
+def spec(here, seed=3, offset=0.0, judgment=None, features=None, **changes):
     """A spec whose feature is off by `offset`; base arms are drawn anew at each start."""
     path = training(here / "work", **changes)
-    text = path.read_text().replace("seed: 0", f"seed: {seed}").replace("OFFSET: '0'", f"OFFSET: '{offset}'")
+    text = path.read_text().replace("seed: 3", f"seed: {seed}").replace("OFFSET: '0'", f"OFFSET: '{offset}'")
     for key, value in (judgment or {}).items():
         text = text.replace("metric: loss", f"metric: loss\n  {key}: {value}")
     for old, new in (features or {}).items():
@@ -85,7 +88,7 @@ def test_two_runs_in_one_second_and_the_link_to_the_newest(here):
 
 def test_the_command_gets_the_interpreter_and_a_value_cannot_leave_its_quotes(here):
     evil = 'x"; import os; os.system("touch pwned")'
-    path = spec(here, features={"seed: 1": f"seed: 1\n    title: {json.dumps(evil)}"})
+    path = spec(here, features={"seed: 3": f"seed: 3\n    title: {json.dumps(evil)}"})
     template = here / "work" / "train.py.j2"
     template.write_text(template.read_text() + "\nprint({{ settings.title | py }})\n")
     assert rlspec("run", path).code == 0
@@ -101,7 +104,7 @@ def test_investigate_adds_a_base_run_by_itself_and_settles(here):
     made = report()
     assert done.code == 0 and made["verdicts"][0]["status"] == "PASS"
     assert list(statuses(made)) == ["base0", "base1", "feat0", "base2"]
-    assert made["verdicts"][0]["statistic"] == pytest.approx(0.9302685657068032, rel=1e-12)
+    assert made["verdicts"][0]["statistic"] == pytest.approx(1.6835334454746103, rel=1e-12)
     assert "base2: added, since loss is INVESTIGATE" in done.err
     plan = runs.load(run_folder() / "plan.json")
     assert [arm["name"] for arm in plan["arms"] if arm["added"]] == ["base2"]
@@ -111,16 +114,16 @@ def test_base_runs_are_added_up_to_max_base_runs(here):
     done = rlspec("run", spec(here, **STAYS, judgment={"max_base_runs": 3}))
     made = report()
     assert done.code == 3 and list(statuses(made)) == ["base0", "base1", "feat0", "base2"]
-    assert made["verdicts"][0]["statistic"] == pytest.approx(3.285304070078314, rel=1e-12)
+    assert made["verdicts"][0]["statistic"] == pytest.approx(3.8943763458220952, rel=1e-12)
     assert rlspec("run", here / "work" / "spec.yaml", "--resume", "--investigate-ok").code == 0
     assert starts(here / "work") == 4
 
 
 def test_confirm_fail_adds_a_base_run_before_a_fail_is_final(here):
-    assert rlspec("run", spec(here, seed=12, offset=0.001)).code == 1
+    assert rlspec("run", spec(here, **UNLUCKY)).code == 1
     assert list(statuses(report())) == ["base0", "base1", "feat0"]
     (here / "work" / "counter").unlink()
-    assert rlspec("run", spec(here, seed=12, offset=0.001, judgment={"confirm_fail": "true"})).code == 0
+    assert rlspec("run", spec(here, **UNLUCKY, judgment={"confirm_fail": "true"})).code == 0
     assert list(statuses(report())) == ["base0", "base1", "feat0", "base2"]
 
 
@@ -366,22 +369,36 @@ def test_an_unmet_requirement_is_blocked_with_its_reason(here):
 
 
 @pytest.mark.parametrize(
-    ("expect", "offset", "code", "words"),
+    ("expect", "outcome", "code", "words"),
     [
-        ("FAIL", 0.05, 0, None),
-        ("FAIL", 0.0, 1, "expected FAIL, got PASS"),
-        ("PASS", 0.05, 1, "expected PASS, got FAIL"),
-        ({"status": "FAIL", "judgments": {"loss": "FAIL"}}, 0.05, 0, None),
-        ({"status": "FAIL", "judgments": {"drift": "PASS"}}, 0.05, 1, "drift: expected PASS, got FAIL"),
-        ({"status": "FAIL", "judgments": {"grad_norm": "FAIL"}}, 0.05, 1, "grad_norm: expected FAIL, got no verdict"),
+        ("FAIL", "FAIL", 0, None),
+        ("FAIL", "PASS", 1, "expected FAIL, got PASS"),
+        ("PASS", "FAIL", 1, "expected PASS, got FAIL"),
+        ("PASS", "INVESTIGATE", 1, "expected PASS, got INVESTIGATE"),
+        ("ERROR", "ERROR", 0, None),
+        ("BLOCKED", "BLOCKED", 0, None),
+        ("FAIL", "ERROR", 4, "expected FAIL, got ERROR"),
+        ("FAIL", "BLOCKED", 5, "expected FAIL, got BLOCKED"),
+        ({"status": "FAIL", "judgments": {"loss": "FAIL"}}, "FAIL", 0, None),
+        ({"status": "FAIL", "judgments": {"drift": "PASS"}}, "FAIL", 1, "drift: expected PASS, got FAIL"),
+        ({"status": "FAIL", "judgments": {"x": "FAIL"}}, "FAIL", 1, "x: expected FAIL, got no verdict"),
     ],
 )
-def test_expect(here, expect, offset, code, words):
-    done = rlspec("run", spec(here, offset=offset, expect=expect))
-    made = report()
-    assert done.code == made["exit_code"] == code
-    assert made["expect"]["met"] == (code == 0) and made["expect"]["problems"] == ([words] if words else [])
-    assert "as expected" in done.out
+def test_expect(here, expect, outcome, code, words):
+    (document,), _ = linting.lint([spec(here, expect=expect)])
+    read = CHECKS["correctness"].parse(document)
+    verdict = {"judgment": "drift", "subject": "loss", "status": outcome}
+    made = {"outcome": outcome, "exit_code": verdicts.exit_code([outcome]), "verdicts": [verdict]}
+    found = pipeline.expected(read, made)
+    assert found["exit_code"] == code
+    assert found["expect"]["met"] == (words is None) and found["expect"]["problems"] == ([words] if words else [])
+
+
+def test_a_control_that_does_its_work_exits_0_and_one_that_does_not_exits_1(here):
+    done = rlspec("run", spec(here, offset=0.05, expect="FAIL"))
+    assert done.code == report()["exit_code"] == 0 and "as expected" in done.out and report()["outcome"] == "FAIL"
+    done = rlspec("run", spec(here, expect="FAIL"))
+    assert done.code == report()["exit_code"] == 1 and "expected FAIL, got PASS" in done.out
 
 
 def test_an_error_that_was_not_expected_keeps_its_code_and_one_that_was_is_met(here):

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from tests.log_samples import TITAN, megatron, pith, points
 
 from rlspec.model import Arm
 from rlspec.readers import READERS
+from tests.log_samples import TITAN, megatron, pith, points
 
 
 def test_readers_are_complete():

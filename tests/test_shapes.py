@@ -3,10 +3,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from tests.log_samples import mutate, points, said, samples
 
 from rlspec import logs
 from rlspec.columns import Table
+from tests.log_samples import mutate, points, said, samples
 
 
 @pytest.mark.parametrize("number", range(10))

@@ -14,23 +14,27 @@ import yaml
 from rlspec.cli import main
 
 # Each start draws its own rounding from a counter beside the spec, so two runs of one arm differ as on a real machine.
+# Hardly an import, since the tests start it some two hundred times.
 TRAINER = r"""
-import os, random, sys, time
-from pathlib import Path
+import os, sys
 
-counter = Path({{ spec_dir | py }}, "counter")
-number = counter.stat().st_size if counter.exists() else 0
-counter.write_text("x" * (number + 1))
-draw = random.Random({{ settings.seed | py }} + number)
+place = {{ spec_dir | py }}
+counter = os.path.join(place, "counter")
+number = os.path.getsize(counter) if os.path.exists(counter) else 0
+open(counter, "w").write("x" * (number + 1))
 offset = float(os.environ.get("OFFSET", "0"))
-print("this is", Path(__file__).stem, flush=True)
+print("this is", os.path.basename(__file__), flush=True)
 for step in range(1, {{ steps | py }} + 1):
-    if str(step) == os.environ.get("CRASH_AT") and not Path({{ spec_dir | py }}, "fixed").exists():
+    if str(step) == os.environ.get("CRASH_AT") and not os.path.exists(os.path.join(place, "fixed")):
         sys.exit(f"a bad day at step {step}")
     if str(step) == os.environ.get("SLEEP_AT"):
-        time.sleep(600)
-    loss = 4 / step + (step > 1) * (draw.uniform(-1e-3, 1e-3) + offset)
-    print(f"step {step}/{{ steps | py }} loss={loss!r} step_time={0.1 + draw.random() / 100!r}", flush=True)
+        __import__("time").sleep(600)
+    mixed = 1000003 * {{ settings.seed | py }} + 10007 * number + 101 * step + 12345
+    for factor in (2654435761, 2246822519, 3266489917):
+        mixed = (mixed ^ mixed >> 15) * factor % 2**32
+    noise = mixed / 2**32
+    loss = 4 / step + (step > 1) * (2e-3 * noise - 1e-3 + offset)
+    print(f"step {step}/{{ steps | py }} loss={loss!r} step_time={0.1 + noise / 100!r}", flush=True)
 """
 PATTERN = r"step (?P<step>\d+)/(?P<steps>\d+) loss=(?P<loss>\S+) step_time=(?P<step_time>\S+)"
 
@@ -70,7 +74,7 @@ def training(folder, **changes):
             "command": ["{python}", "-S", "{run_file}"],
             "reader": {"name": "regex", "pattern": PATTERN},
             "steps": 6,
-            "settings": {"seed": 0},
+            "settings": {"seed": 3},
         },
         "arms": [
             {"name": "base0", "role": "base"},

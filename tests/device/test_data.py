@@ -155,7 +155,7 @@ def test_targets_after_the_last_end_do_not_count(tmp_path):
             ends = [place for place, token in enumerate(targets) if token == 256]
             assert corpus[index].counted == (ends[-1] + 1 if ends else length)
             seen.add((length, corpus[index].counted))
-    assert len(seen) > 10
+    assert len(seen) > 6
 
 
 def test_files_are_read_by_name_and_without_a_manifest(tmp_path):
