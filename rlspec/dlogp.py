@@ -68,7 +68,7 @@ def _row(check: str, resolve: Callable[[str], Row]) -> tuple[Row, dict[str, floa
     row = resolve(check)
     limits = dict(row.limits)
     if row.status in ("applicable", "optional") and "max" not in limits:
-        raise SpecError(f"row {row.id} has no limit `max`")
+        raise SpecError(f"row {row.id} has no limit `max`; give it one, or the status measured")
     if check == "clip_fraction":
         limits = {**CLIP, **limits}
         if not 0 < limits["low"] < limits["high"]:
@@ -76,7 +76,9 @@ def _row(check: str, resolve: Callable[[str], Row]) -> tuple[Row, dict[str, floa
     if check == "sequence_outliers":
         token_row = resolve("max_abs_dlogp")
         if "max" not in token_row.limits:
-            raise SpecError(f"sequence_outliers counts by the limit `max` of row {token_row.id}, which has none")
+            raise SpecError(
+                f"sequence_outliers counts by the limit `max` of row {token_row.id}, which has none; give it one"
+            )
         limits["above"] = token_row.limits["max"]
     return row, limits
 

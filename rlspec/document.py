@@ -126,7 +126,9 @@ def _refused(text: str, path: Path) -> list[Problem]:
             message = f"anchors and aliases are not part of the language ({event.anchor})"
             problems.append(_problem(path, "RL003", at, message, hint="write the value out at each place"))
         elif getattr(event, "tag", None) and event.tag != "!":
-            problems.append(_problem(path, "RL003", at, f"tags are not part of the language ({event.tag})", hint="leave it out"))
+            problems.append(
+                _problem(path, "RL003", at, f"tags are not part of the language ({event.tag})", hint="leave it out")
+            )
     return problems
 
 

@@ -107,12 +107,14 @@ def _limits(row: Row) -> tuple[float, float]:
     try:
         return row.limits["pass_below"], row.limits["fail_above"]
     except KeyError as missing:
-        raise SpecError(f"contract row {row.id} has no limit {missing.args[0]}") from None
+        raise SpecError(
+            f"contract row {row.id} has no limit {missing.args[0]}; drift needs pass_below and fail_above"
+        ) from None
 
 
 def _lack_of_runs(judgment: Judgment, bases: int, features: int) -> str:
     if not features:
-        return "there is no feature run to judge"
+        return "there is no feature run to judge: add an arm of role feature"
     if bases < 2:
         return f"drift needs two base runs of the same code for its floor, there are {bases}: add an arm of role base"
     if judgment.judge == "calibrated" and bases < 3:

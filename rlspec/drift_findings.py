@@ -20,7 +20,7 @@ def findings(metric: str, bases: Sequence[Run], features: Sequence[Run]) -> list
     series = [run.series[metric] for run in runs]
     steps = series[0].steps
     if compare.first_judged(steps) == len(steps):
-        return [f"step {steps[0]} is the only one of {metric}, and it precedes any update: nothing to judge"]
+        return [f"step {steps[0]} is the only one of {metric}, and it precedes any update: train more steps"]
     value = compare.single_value(series)
     if value is not None:
         return [_cannot_fail(metric, value)]

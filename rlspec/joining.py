@@ -24,7 +24,7 @@ def findings(metric: str, runs: Sequence[Run]) -> list[str]:
     totals = {run.arm.name: run.steps_expected for run in runs if run.steps_expected is not None}
     if len(set(totals.values())) > 1:
         each = ", ".join(f"{arm} {total}" for arm, total in totals.items())
-        return [f"the runs expect different numbers of steps: {each}"]
+        return [f"the runs expect different numbers of steps: {each}; give all the same"]
     return _step_findings([run.series[metric] for run in runs], next(iter(totals.values()), None))
 
 

@@ -27,7 +27,9 @@ def lock(repo: Path, what: str = "run") -> Iterator[None]:
         file.parent.mkdir(exist_ok=True)
         stream = open(os.open(file, os.O_RDWR | os.O_CREAT, 0o666), "r+", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
-        raise SpecError(f"{file}: cannot be opened to lock the repository: {error.strerror}") from error
+        raise SpecError(
+            f"{file}: cannot be opened to lock the repository: {error.strerror}; make it writable"
+        ) from error
     with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

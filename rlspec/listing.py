@@ -68,7 +68,8 @@ def _runs(near: Path) -> list[tuple[str, ...]]:
             status = str(runs.load(folder.report)["outcome"]) if folder.report.exists() else "unfinished"
         except (RunError, KeyError):
             status = "unreadable"
-        rows.append((folder.name, folder.workspace.parent.parent.name.removeprefix("validate-"), status))
+        kind, model = folder.workspace.parts[-3:-1]
+        rows.append((folder.name, kind.removeprefix("validate-"), model, status))
     return rows
 
 

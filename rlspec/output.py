@@ -27,7 +27,7 @@ def create(log: Path) -> FileIO:
 
 
 def _unwritable(log: Path, error: OSError) -> RunError:
-    return RunError(f"cannot write the log {log}: {error.strerror}")
+    return RunError(f"cannot write the log {log}: {error.strerror}; make room for it, or its folder writable")
 
 
 class Output:

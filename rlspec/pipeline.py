@@ -341,6 +341,8 @@ def _take_over(session: _Session, step: Step, earlier: runs.Folder) -> dict[str,
 def _execute_all(session: _Session, steps: Sequence[Step]) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         made, steps = _until_settled(session, steps, stack)
+    if failed := [name for name, state in session.states.items() if state["status"] == "failed"]:
+        session.say(f"{', '.join(failed)} failed; `rlspec run {session.spec.path} --retry-errors` tries again")
     if session.trees is not None:  # complete only now that the trees are undone
         session.notes += session.trees.notes
     report = build(session.spec, session.contract, steps, session.states, made, session.folder)
@@ -457,7 +459,7 @@ def _run_arm(session: _Session, step: Step) -> dict[str, Any]:
     inherited = {name: value for name, value in os.environ.items() if name not in repository.REDIRECTS}
     environment = {**inherited, **provenance.environment(tree, observed, inherited, step.environment)}
     if tree is None and spec.trainer is not None and TRAINERS[spec.trainer.name].own_records:
-        environment["PYTHONPATH"] += f"{os.pathsep}{PACKAGE.parent}"  # rlspec may not be installed, but run from a checkout
+        environment["PYTHONPATH"] += f"{os.pathsep}{PACKAGE.parent}"  # run from a checkout, rlspec is not installed
     cwd = tree or (spec.repository or spec.path.parent).resolve()
     if broken := _build(session, step, cwd, environment):
         shutil.rmtree(observed, ignore_errors=True)
@@ -558,7 +560,10 @@ def _broken_provenance(session: _Session, step: Step, tree: Path | None, seen: d
     if changed := repository.verify(tree, step.commit, own):
         return changed
     required = session.spec.isolation == "worktree"
-    return provenance.wrong_imports(seen, tree, session.repository, required=required)
+    if wrong := provenance.wrong_imports(seen, tree, session.repository, required=required):
+        return wrong
+    installs = not required and session.spec.build  # into the environment, anew for each arm
+    return None if installs else provenance.unused_tree(seen, tree)
 
 
 def _plain(implementation: str | Mapping[str, str] | None) -> str | dict[str, str] | None:

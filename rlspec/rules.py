@@ -84,7 +84,7 @@ RULES: dict[str, Rule] = {
     ),
     "RL201": Rule(
         "models, contracts and readers that a spec names exist",
-        "Names are looked up in the nearest folder above the spec that holds models/ or contracts/, then in the shipped ones.",
+        "Names are looked up in the nearest folder above with models/ or contracts/, then in the shipped ones.",
         "model: qwen3-30b-a3",
         "model: qwen3-30b-a3b",
     ),
@@ -114,7 +114,7 @@ RULES: dict[str, Rule] = {
     ),
     "RL206": Rule(
         "the pipeline has enough micro-batches",
-        "pithtrain's bidirectional pipeline needs at least 2·pp sequences a step and replica: global_batch / dp ≥ 2·pp.",
+        "pithtrain's pipeline needs at least 2·pp sequences a step and replica: global_batch / dp ≥ 2·pp.",
         "mesh: {pp: 4}\nsettings: {global_batch_size: 8}",
         "mesh: {pp: 4}\nsettings: {global_batch_size: 64}",
     ),
@@ -174,7 +174,7 @@ RULES: dict[str, Rule] = {
     ),
     "RL216": Rule(
         "revisions are well formed",
-        "A revision is handed to git; one that begins with - would be an option. Whether it exists is checked by plan and run.",
+        "git gets the revision, and one that begins with - would be an option. plan and run check that it exists.",
         "revision: --upload-pack=x",
         "revision: fused-router",
     ),
@@ -239,7 +239,7 @@ RULES: dict[str, Rule] = {
         "launch: {name: torchrun, processes_per_node: 2}",
     ),
     "RL227": Rule(
-        "arms of a trainer that runs in rlspec's own process tree differ by implementation, environment or perturbation",
+        "implementation stands only where the trainer reads it",
         "`implementation` and `perturb` reach trainers that read them; the command trainer has only the environment.",
         "trainer: {name: command}\narms: [{name: feat0, role: feature, implementation: triton}]",
         "arms: [{name: feat0, role: feature, environment: {IMPLEMENTATION: triton}}]",
@@ -270,7 +270,7 @@ RULES: dict[str, Rule] = {
     ),
     "RL301": Rule(
         "a parity spec has one rollout arm and one train arm",
-        "d = train − rollout; sides are chosen by role, never by order, since only this direction makes the estimator a KL.",
+        "d = train − rollout; sides are chosen by role, since only this direction makes the estimator a KL.",
         "arms: [{name: a, role: train, …}, {name: b, role: train, …}]",
         "arms: [{name: a, role: rollout, …}, {name: b, role: train, …}]",
     ),

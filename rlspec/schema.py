@@ -52,7 +52,10 @@ def load(name: str) -> dict[str, Any]:
     bundled: dict[str, Any] = json.loads(text)
     if "#/definitions/" in text:
         used = _used(bundled, common)
-        bundled["definitions"] = {**{key: common[key] for key in common if key in used}, **bundled.get("definitions", {})}
+        bundled["definitions"] = {
+            **{key: common[key] for key in common if key in used},
+            **bundled.get("definitions", {}),
+        }
     return bundled
 
 
@@ -151,14 +154,14 @@ def _problems(document: Document, error: Any, schema: str) -> Iterator[Problem]:
         message = f"{name}: {error.instance!r} cannot be a name in here"
         yield _at(document, pointer, "RL105", message, about or "letters, digits and underscores")
     else:
-        yield _at(document, pointer, "RL105", f"{name}: {_range(error)}", about or f"`rlspec schema {schema}` has the form")
+        yield _at(
+            document, pointer, "RL105", f"{name}: {_range(error)}", about or f"`rlspec schema {schema}` has the form"
+        )
 
 
 def _at(document: Document, pointer: str, rule: str, message: str, hint: str = "", *, key: bool = False) -> Problem:
     line, column = place(document, pointer, key=key)
-    return Problem(
-        rule=rule, path=document.path, line=line, column=column, message=message, pointer=pointer, hint=hint
-    )
+    return Problem(rule=rule, path=document.path, line=line, column=column, message=message, pointer=pointer, hint=hint)
 
 
 def place(document: Document, pointer: str, *, key: bool = False) -> tuple[int, int]:
@@ -205,7 +208,7 @@ def _range(error: Any) -> str:
         "minimum": f"{error.instance} is below {limit}",
         "maximum": f"{error.instance} is above {limit}",
         "exclusiveMinimum": f"{error.instance} is not above {limit}",
-        "minItems": f"{len(error.instance) if isinstance(error.instance, list) else 0} entries, at least {limit} are due",
+        "minItems": f"{len(error.instance) if isinstance(error.instance, list) else 0} entries, {limit} are due",
         "minLength": "an empty text",
         "minProperties": "an empty mapping",
         "uniqueItems": "an entry stands twice",

@@ -15,7 +15,8 @@ from rlspec import compare, joining, student
 from rlspec.model import Run, Series, Verdict
 
 UNITS = {"step_time": "s", "throughput": "tokens/s", "peak_memory": "GiB"}
-LEVEL = 0.95
+LEVEL = 0.95  # of the interval
+ROLES = ("base", "feature")
 
 
 def judge_timing(check: str, runs: Sequence[Run], metric: str, factor: float, scope: str = "") -> Verdict:
@@ -49,13 +50,15 @@ def judge_timing(check: str, runs: Sequence[Run], metric: str, factor: float, sc
 
 def _findings(metric: str, runs: Sequence[Run]) -> list[str]:
     roles = {run.arm.role for run in runs}
-    found = [f"there is no {role} run to measure" for role in ("base", "feature") if role not in roles]
+    found = [f"there is no {role} run to measure: add an arm of role {role}" for role in ROLES if role not in roles]
     found += joining.findings(metric, runs) if runs else []
     for run in runs:
         found += joining.non_finite(metric, run)
         steps = run.series[metric].steps if joining.has(run, metric) else None
         if steps and len(steps) == compare.first_judged(steps):
-            found.append(f"{run.arm.name} has step {steps[0]} of {metric} only, which carries compilation")
+            found.append(
+                f"{run.arm.name} has step {steps[0]} of {metric} only, which carries compilation: train more steps"
+            )
     return found
 
 
@@ -63,7 +66,7 @@ def _evidence(check: str, runs: Sequence[Run], metric: str, factor: float, scope
     steps = runs[0].series[metric].steps
     start = compare.first_judged(steps)
     figures = {run.arm.name: _figure(check, run.series[metric], start) * factor for run in runs}
-    by_role = {role: [figures[run.arm.name] for run in runs if run.arm.role == role] for role in ("base", "feature")}
+    by_role = {role: [figures[run.arm.name] for run in runs if run.arm.role == role] for role in ROLES}
     evidence: dict[str, Any] = {
         "figure": _name(check),
         "unit": UNITS[check],

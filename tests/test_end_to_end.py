@@ -59,7 +59,14 @@ def commit(made, message):
 def state(repo):
     kept = (repo / "cache" / "kept").read_text()
     head, status = git(repo, "symbolic-ref", "HEAD"), git(repo, "status", "--porcelain")
-    return head, git(repo, "rev-parse", "HEAD"), git(repo, "ls-files", "-s"), status, kept, git(repo, "worktree", "list")
+    return (
+        head,
+        git(repo, "rev-parse", "HEAD"),
+        git(repo, "ls-files", "-s"),
+        status,
+        kept,
+        git(repo, "worktree", "list"),
+    )
 
 
 def command(repo, *arguments):
@@ -101,7 +108,9 @@ def test_harmless_passes_and_harmful_fails(repo, isolation):
     assert done.returncode == 1, done.stdout + done.stderr
     assert state(repo) == before
     made = report(repo)
-    assert [arm["commit"] for arm in made["arms"]] == [git(repo, "rev-parse", name) for name in ("main", "main", "harmful")]
+    assert [arm["commit"] for arm in made["arms"]] == [
+        git(repo, "rev-parse", name) for name in ("main", "main", "harmful")
+    ]
     assert {arm["status"] for arm in made["arms"]} == {"done"}
     # While the true norm is above the clip, the loss is right and the gradient norm alone shows the fault.
     assert {v["subject"]: v["status"] for v in made["verdicts"]}["grad_norm"] == "FAIL"
@@ -136,7 +145,12 @@ def test_cut_off_in_the_middle_of_an_arm(repo, isolation, signum):
     path = spec(repo, "harmless", isolation, slow=True)
     before = state(repo)
     child = subprocess.Popen(
-        command(repo, "run", path), cwd=repo, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(repo, "run", path),
+        cwd=repo,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     logs = repo / "logging"
     wait_for(lambda: any("sleeping" in log.read_text(errors="replace") for log in logs.rglob("*base0.log")))
@@ -178,7 +192,9 @@ def test_an_arm_that_crashes_is_an_error_with_its_last_lines_and_can_be_run_agai
     text = template.read_text()
     marker = repo / "cache" / "fixed"
     # The machine fails once: the same file, the same commit, and the second time it works.
-    template.write_text(text + f"\nif not Path({str(marker)!r}).exists() and 'feat0' in __file__:\n    raise SystemError('a bad day')\n")
+    template.write_text(
+        text + f"\nif not Path({str(marker)!r}).exists() and 'feat0' in __file__:\n    raise SystemError('a bad day')\n"
+    )
     commit(repo, "template")
     done = rlspec(repo, "run", path, "--set", "trainer.steps=12")
     made = report(repo)

@@ -57,7 +57,7 @@ def test_the_run_that_lacks_a_step_is_named() -> None:
     (found,) = joining.findings("loss", [run("base0", range(1, 33), 32), run("feat0", range(1, 34), 32)])
     assert found == "feat0 has step 33 of loss beyond the expected T = 32"
     (found,) = joining.findings("loss", [run("base0", range(1, 33), 32), run("feat0", range(1, 65), 64)])
-    assert found == "the runs expect different numbers of steps: base0 32, feat0 64"
+    assert found == "the runs expect different numbers of steps: base0 32, feat0 64; give all the same"
 
 
 def test_faults_and_absence_come_before_steps() -> None:

@@ -52,7 +52,7 @@ def test_runs_with_what_they_came_out_as(here):
     rlspec("run", path)
     rlspec("run", path, "--arm", "base0")
     first, second = (line.split() for line in rlspec("list", "runs").out.splitlines())
-    assert second == [run_folder().name, "correctness", "ERROR"] and first[2] == "PASS"
+    assert second == [run_folder().name, "correctness", "char-gpt", "ERROR"] and first[3] == "PASS"
     (run_folder() / "report.json").write_text("{")
     assert rlspec("list", "runs").out.splitlines()[1].endswith("unreadable")
     (run_folder() / "report.json").unlink()

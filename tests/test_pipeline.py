@@ -166,6 +166,7 @@ def test_no_arm_starts_after_one_that_failed(here):
     assert failed["tail"][-1] == "a bad day at step 3" and failed["log"].endswith("base1.log")
     assert "arm base1" in made["verdicts"][0]["reason"] and starts(here / "work") == 2
     assert "a bad day at step 3" in done.out and "base1.log" in done.out
+    assert "base1 failed; `rlspec run" in done.err and "--retry-errors` tries again" in done.err
 
 
 def test_keep_going_starts_the_others(here):

@@ -16,7 +16,9 @@ LOSS = [0.1 + 0.2, math.nan, 1e-310, -math.inf]
 
 @pytest.fixture
 def path(tmp_path):
-    series = Series(arm="base0", metric="loss", steps=array("q", [1, 2, 4, 5]), values=array("d", LOSS), resolution=5e-5)
+    series = Series(
+        arm="base0", metric="loss", steps=array("q", [1, 2, 4, 5]), values=array("d", LOSS), resolution=5e-5
+    )
     few = Series(arm="base0", metric="grad_norm", steps=array("q", [1, 5]), values=array("d", [1.5, 2.5]))
     run = Run(arm=ARM, series={"loss": series, "grad_norm": few}, steps_expected=5, notes=("n",), data={2: "ab"})
     records.write(run, tmp_path / "x.records.jsonl", "jsonl")

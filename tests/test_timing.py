@@ -80,7 +80,7 @@ def test_what_cannot_be_read_is_an_error() -> None:
     assert "every run is missing step 4" in judge([replace(one, steps_expected=4) for one in
                                                    (whole, run("feat", [1, 2, 3]))]).reason  # fmt: skip
     assert "step 1 of time only" in judge([run("base", [1]), run("feat", [1])]).reason
-    assert judge([whole]).reason == "there is no feature run to measure"
+    assert judge([whole]).reason == "there is no feature run to measure: add an arm of role feature"
     assert judge([]).status == "ERROR"
     assert judge([whole, run("feat", [1, 2, 3], faults={"*": "torn"})]).reason == "feat: torn"
 

@@ -64,7 +64,13 @@ def unique_names(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     for index, arm in enumerate(data["arms"]):
         # File systems may fold case.
         if arm["name"].lower() in seen:
-            yield at(document, f"/arms/{index}/name", "RL202", f"arm {arm['name']} stands twice", "an arm's files carry its name")
+            yield at(
+                document,
+                f"/arms/{index}/name",
+                "RL202",
+                f"arm {arm['name']} stands twice",
+                "an arm's files carry its name",
+            )
         seen.add(arm["name"].lower())
 
 
@@ -128,4 +134,3 @@ def default_name(document: Document) -> str:
 
 def is_python(word: str) -> bool:
     return word == "{python}" or PurePath(word).name.startswith("python")
-

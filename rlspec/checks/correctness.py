@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rlspec import drift, plan
@@ -32,7 +33,7 @@ def judge(spec: Spec, results: Sequence[Result], contract: Contract) -> list[Ver
         reason = "; ".join(failures) or "an arm has not run"
         return [Verdict(judgment="drift", subject=j.metric or "*", status="ERROR", reason=reason) for j in judgments]
     runs = [result.run for result in results if result.run is not None]
-    return [drift.judge_drift(j, runs, lambda name: contract.resolve(name, j.metric or "*")) for j in judgments]
+    return [drift.judge_drift(j, runs, partial(contract.resolve, subject=j.metric or "*")) for j in judgments]
 
 
 def _metrics(spec: Spec, judgment: Judgment, results: Sequence[Result]) -> list[Judgment]:

@@ -34,7 +34,13 @@ def sides(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
                 hint = "paths are relative to the spec's folder"
                 yield common.at(document, f"{pointer}/records", "RL222", f"there is no file {arm['records']}", hint)
     if len(files) == 2 and files[0] == files[1]:
-        yield common.at(document, "/arms/1/records", "RL303", "both arms name the same file", "a comparison with itself proves nothing")
+        yield common.at(
+            document,
+            "/arms/1/records",
+            "RL303",
+            "both arms name the same file",
+            "a comparison with itself proves nothing",
+        )
 
 
 RULES: tuple[tuple[common.Rule, tuple[str, ...]], ...] = (

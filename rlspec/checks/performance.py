@@ -68,5 +68,3 @@ def _nothing(spec: Spec) -> Verdict:
 
 def more(spec: Spec, verdicts: Sequence[Verdict]) -> Arm | None:
     return None
-
-

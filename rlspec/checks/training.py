@@ -76,7 +76,9 @@ def launcher(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     command = data["trainer"].get("command", ["python"])
     if name == "torchrun" and not common.is_python(command[0]):
         pointer = "/trainer/command/0"
-        yield at(document, pointer, "RL226", f"torchrun starts Python commands, not {command[0]!r}", "begin with python")
+        yield at(
+            document, pointer, "RL226", f"torchrun starts Python commands, not {command[0]!r}", "begin with python"
+        )
 
 
 def mesh(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -201,7 +203,9 @@ def reader(document: Document, given: dict[str, Any]) -> Iterator[Problem]:
         try:
             groups = re.compile(pattern).groupindex
         except re.error as error:
-            yield at(document, "/trainer/reader/pattern", "RL223", f"not a regular expression: {error}", "Python's re syntax")
+            yield at(
+                document, "/trainer/reader/pattern", "RL223", f"not a regular expression: {error}", "Python's re syntax"
+            )
             return
         if "step" not in groups:
             hint = "such as (?P<step>\\d+)"
@@ -395,4 +399,3 @@ def cannot_run(spec: Spec) -> str | None:
     if spec.launch.name == "slurm":
         return "this version cannot start slurm jobs; lint and plan work"
     return None
-

@@ -23,7 +23,7 @@ TIME_LIMIT_S = 300.0
 def wanted(report: Mapping[str, Any]) -> bool:
     """Whether the run's spec has a `wandb` key that is not disabled."""
     run = report.get("run")
-    return bool(run) and _settings(Path(run["folder"])) is not None
+    return run is not None and _settings(Path(run["folder"])) is not None
 
 
 def _settings(folder: Path) -> dict[str, Any] | None:

@@ -71,7 +71,9 @@ def read(path):
             run = record.run
             made |= {"group": run.run_group, "name": run.display_name, "project": run.project, "job": run.job_type}
         elif record.WhichOneof("record_type") == "history":
-            made["history"].append({i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
+            made["history"].append(
+                {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            )
         elif record.WhichOneof("record_type") == "summary":
             found = {u.key or "/".join(u.nested_key): json.loads(u.value_json) for u in record.summary.update}
             made["summary"].update(found)
