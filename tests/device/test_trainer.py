@@ -18,7 +18,7 @@ from rlspec.device import data, faults, perturb, worker
 from rlspec.device import settings as settings_module
 from rlspec.device.decoder import RouterStatistics
 from rlspec.device.job import Job, join
-from rlspec.device.trainer import BETAS, EPSILON, Balance, Trainer
+from rlspec.device.trainer import BETAS, EPSILON, Balance, Row, Trainer
 from rlspec.model import Arm
 
 ROOT = Path(__file__).parents[2]
@@ -526,6 +526,14 @@ def test_the_log_says_the_same_as_the_records(tmp_path, capsys):
         for shown, value in zip(series.values, exact.series[name].values, strict=True):
             assert abs(shown - value) <= series.resolution * 1.001, name
     assert " | INFO | step 00000003/00000003 | step-time " in log.read_text()
+
+
+def test_the_log_line_has_pith_trains_shape():
+    values = (4.8117, 11.87312, 1.0345119, 1.84375e-6, 37.441, 108953.4, 61.271)
+    assert worker.log_line(Row(3, dict(zip(worker.FORMATS, values, strict=True)), ""), 32) == (
+        "step 00000003/00000032 | step-time 4.812 sec | cross-entropy-loss 11.8731 | load-balance-loss 1.034512 | "
+        "learning-rate 1.843750e-06 | gradient-norm 37.4410 | tokens-per-second 108,953 | peak-gpu-memory 61.27 GB"
+    )
 
 
 def test_arms_differ_by_what_the_plan_says_of_them(tmp_path, capsys):
