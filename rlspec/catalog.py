@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,15 @@ def find(folder: str, name: str, near: Path) -> Path | None:
 
 def checked(folder: str, path: Path) -> tuple[Any, list[Problem]]:
     """An entry's data with its problems against the schema of its folder."""
-    read, problems = document.read(path)
+    try:
+        return _checked(folder, path, path.read_bytes())
+    except OSError:
+        return None, document.read(path)[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _checked(folder: str, path: Path, raw: bytes) -> tuple[Any, list[Problem]]:
+    read, problems = document.parse(raw, path)
     if read is None:
         return None, problems
     return read.data, schema.check(read, SCHEMAS[folder])

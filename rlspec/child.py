@@ -110,7 +110,10 @@ class Child:
         return members(self.process.pid, self._mark)
 
     def _pump(self, seconds: float) -> None:
-        if not self._open:
+        if not self._open and not self.exited():
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+        elif not self._open:
             time.sleep(seconds)
         elif self._selector.select(seconds):
             block = os.read(self._pipe.fileno(), BLOCK)

@@ -306,6 +306,7 @@ def run(
     RUN is such a folder or its name: `rlspec list runs`.
     """
     from rlspec import linting, pipeline, planning, report, verdicts
+    from rlspec.arms import Options
 
     report.known(outputs)
     _repair(paths)  # first: after a kill, the specs themselves may be those of another commit
@@ -319,7 +320,7 @@ def run(
         return
     if len(documents) > 1 and outputs:
         raise errors.SpecError("-o takes one report, here are several specs; each run folder holds its report.json")
-    options = pipeline.Options(
+    options = Options(
         arms=arms,
         from_run=from_run,
         resume=resume,

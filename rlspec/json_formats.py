@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -159,7 +160,9 @@ def _literal(text: str) -> object:
         with suppress(ValueError, RecursionError):
             return json.loads(text.replace("'", '"'), parse_float=Token, parse_int=Token)
     try:
-        return ast.literal_eval(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            return ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlspec import contract as contracts
 from rlspec import logs, pipeline, runs, schema
-from rlspec.errors import SpecError
+from rlspec.arms import state_of
+from rlspec.checks import CHECKS
+from rlspec.errors import RunError, SpecError
+from rlspec.model import Arm, Document, Result, Spec, Step
+from rlspec.reports import build, digest
 
 
 def judge(
@@ -42,8 +49,8 @@ def judge(
         raise SpecError(f"unknown reader {reader!r}; {schema.suggestion(reader, logs.READERS)}")
     if kind == "correctness" and not metrics and not logs.READERS[reader].metrics:
         raise SpecError(f"reader {reader} has no usual metrics; name them with --metric")
-    return pipeline.judge_logs(
-        pipeline.Source(
+    return judge_logs(
+        Source(
             kind=kind,
             files=roles,
             reader=reader,
@@ -69,7 +76,7 @@ def _again(path: Path, contract: str | None) -> dict[str, Any]:
     """Judge a run again, or the logs that a report names."""
     if path.is_file() and not (path.parent / "plan.json").is_file():
         return _from_report(path, contract)
-    return pipeline.rejudge(runs.find(runs.root(Path.cwd()), str(path)), contract)
+    return rejudge(runs.find(runs.root(Path.cwd()), str(path)), contract)
 
 
 def _from_report(path: Path, contract: str | None) -> dict[str, Any]:
@@ -77,7 +84,7 @@ def _from_report(path: Path, contract: str | None) -> dict[str, Any]:
     source, run = made.get("source"), made["run"]
     if source is None:
         if run and (Path(run["folder"]) / "plan.json").is_file():
-            return pipeline.rejudge(runs.find(Path.cwd(), run["folder"]), contract)
+            return rejudge(runs.find(Path.cwd(), run["folder"]), contract)
         lost = f"the run folder {run['folder']} that it names is not here" if run else "it names neither run nor logs"
         raise SpecError(f"{path}: {lost}, so nothing can be judged again")
     files = []
@@ -85,11 +92,11 @@ def _from_report(path: Path, contract: str | None) -> dict[str, Any]:
         log = Path(arm["log"] or "")
         if not log.is_file():
             raise SpecError(f"{path}: {log}, the log of {arm['name']}, is not here any more")
-        if pipeline.digest(log) != arm["log_digest"]:
+        if digest(log) != arm["log_digest"]:
             raise SpecError(f"{path}: {log}, the log of {arm['name']}, is not what was judged: its digest differs")
         files.append((arm["role"], log))
-    return pipeline.judge_logs(
-        pipeline.Source(
+    return judge_logs(
+        Source(
             kind=made["kind"],
             files=tuple(files),
             reader=source["reader"],
@@ -105,7 +112,7 @@ def _parity(files: Sequence[Path], contract: str | None) -> dict[str, Any]:
         raise SpecError(f"--kind parity takes two files, the rollout's and then the trainer's, not {len(files)}")
     _distinct(files)
     sides = (("rollout", files[0].absolute()), ("train", files[1].absolute()))
-    return pipeline.judge_logs(pipeline.Source(kind="parity", files=sides, reader="", contract=contract))
+    return judge_logs(Source(kind="parity", files=sides, reader="", contract=contract))
 
 
 def _roles(
@@ -133,3 +140,115 @@ def _distinct(paths: Sequence[Path]) -> None:
     for path in paths:
         if resolved.count(path.resolve()) > 1:
             raise SpecError(f"{path} stands twice: a file compared with itself proves nothing")
+
+
+def rejudge(folder: runs.Folder, contract_name: str | None = None) -> dict[str, Any]:
+    """Judge a finished run again from its records. Raises SpecError or RunError."""
+    planned = runs.load(folder.plan, "plan")
+    path = Path(planned["spec"]["path"])
+    document = Document(path=path, data=planned["spec"]["data"], keys={}, values={}, digest=planned["spec"]["digest"])
+    spec = pipeline.with_added(CHECKS[planned["kind"]].parse(document), planned)
+    given = planned["contract"]
+    if contract_name:
+        contract = contracts.load(contract_name, Path.cwd())
+    else:
+        contract = contracts.from_rows(given["name"], given["rows"])
+        if contract.digest != given["digest"]:
+            raise RunError(f"{folder.plan}: the contract's rows do not have the digest that stands beside them")
+    steps = CHECKS[spec.kind].expand(spec, folder.workspace, folder.logging)
+    by_name = {arm["name"]: arm for arm in planned["arms"]}
+    states: dict[str, dict[str, Any]] = {}
+    for step in steps:
+        if step.provenance.exists():
+            states[step.arm.name] = runs.load(step.provenance)
+            _untouched(step, states[step.arm.name])
+        elif not step.argv:
+            states[step.arm.name] = state_of(step, "done")
+    steps = tuple(dataclasses.replace(s, commit=by_name[s.arm.name].get("commit")) for s in steps)
+    report = build(spec, contract, steps, states, pipeline.judge_states(spec, contract, steps, states), folder)
+    report["overrides"] = planned.get("overrides", [])
+    return report
+
+
+def _untouched(step: Step, state: Mapping[str, Any]) -> None:
+    wanted = state.get("records_digest")
+    if state.get("status") == "done" and wanted and step.records.exists() and digest(step.records) != wanted:
+        what = "is not what arm {} wrote" if step.argv else "has changed since arm {} was judged"
+        raise RunError(f"{step.records} {what.format(step.arm.name)}: its digest differs from its provenance")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The logs of `rlspec judge`, with their roles."""
+
+    kind: str
+    files: tuple[tuple[str, Path], ...]
+    reader: str
+    pattern: str | None = None
+    metrics: tuple[str, ...] = ()
+    contract: str | None = None
+
+
+def judge_logs(source: Source) -> dict[str, Any]:
+    """Judge logs that somebody else's launcher left. Raises SpecError."""
+    spec = _spec_of(source)
+    contract = contracts.load(spec.contract, Path.cwd())
+    arms = list(zip(spec.arms, (path for _, path in source.files), strict=True))
+    states = {arm.name: {"status": "read", "log": str(path), "log_digest": digest(path)} for arm, path in arms}
+    results = list(_read_results(spec, source, arms))
+    made = CHECKS[spec.kind].judge(spec, results, contract)
+    steps = [_no_step(arm, path) for arm, path in arms]
+    for result in results:
+        if result.run is not None:
+            lengths = [len(series.steps) for series in result.run.series.values()]
+            states[result.arm.name]["steps"] = max(lengths, default=0)  # type: ignore[assignment]
+    report = build(spec, contract, steps, states, made, None)
+    report.update(tag=None, mesh=None, sequence_length=None, dtype=None)  # logs do not say
+    report["source"] = {
+        "reader": source.reader,
+        "pattern": source.pattern,
+        "metrics": list(source.metrics),
+        "contract": source.contract,
+    }
+    return report
+
+
+def _no_step(arm: Arm, path: Path) -> Step:
+    return Step(tag="", arm=arm, argv=(), run_file=None, log=path, records=path, provenance=path)
+
+
+def _spec_of(source: Source) -> Spec:
+    """The spec that logs of unknown origin stand for."""
+    counts: dict[str, int] = {}
+    arms = []
+    for role, path in source.files:
+        short = {"base": "base", "feature": "feat"}.get(role, role)
+        number = counts[role] = counts.get(role, -1) + 1
+        name = short if role in ("rollout", "train") else f"{short}{number}"
+        arms.append({"name": name, "role": role, **({"records": str(path)} if source.kind == "parity" else {})})
+    data: dict[str, Any] = {"kind": source.kind, "arms": arms}
+    if source.contract:
+        data["contract"] = source.contract
+    if source.kind != "parity":
+        reader = {"name": source.reader, **({"pattern": source.pattern} if source.pattern else {})}
+        trainer = {"name": "command", "command": ["{python}"], "reader": reader}
+        data |= {"model": "any", "mesh": {}, "trainer": trainer}
+    if source.metrics and source.kind == "correctness":
+        data["judgments"] = [{"check": "drift", "metric": metric} for metric in source.metrics]
+    return _parse_any(source.kind, data)
+
+
+def _parse_any(kind: str, data: dict[str, Any]) -> Spec:
+    document = Document(path=Path("logs"), data={**data, "model": "qwen3-8b"}, keys={}, values={}, digest="")
+    spec = CHECKS[kind].parse(document)
+    return dataclasses.replace(spec, name="logs", model="", data=data)
+
+
+def _read_results(spec: Spec, source: Source, arms: Sequence[tuple[Arm, Path]]) -> Iterator[Result]:
+    if source.kind == "parity":
+        for arm, path in arms:
+            yield Result(arm=arm, records=path)
+        return
+    for arm, path in arms:
+        found = logs.read(path, source.reader, arm, metrics=source.metrics, pattern=source.pattern)
+        yield Result(arm=arm, records=path, run=found)

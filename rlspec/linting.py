@@ -62,9 +62,9 @@ def lint(paths: Iterable[Path], overrides: Sequence[str] = ()) -> tuple[list[Doc
 def _spec(read: Document) -> list[Problem]:
     problems = schema.check_spec(read)
     kind = read.data.get("kind") if isinstance(read.data, dict) else None
-    if kind in CHECKS:
+    if isinstance(kind, str) and kind in CHECKS:
         broken = {problem.pointer.split("/")[1] for problem in problems if problem.pointer}
-        problems = problems + CHECKS[str(kind)].lint(read, broken)
+        problems = problems + CHECKS[kind].lint(read, broken)
     return problems
 
 

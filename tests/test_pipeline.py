@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from rlspec import linting, pipeline, runs, verdicts
+from rlspec import linting, reports, runs, verdicts
 from rlspec.checks import CHECKS
 from tests.tiny import parity, report, rlspec, run_folder, save, starts, statuses, tokens, training
 
@@ -74,7 +74,7 @@ def test_plan_provenance_and_report_are_whole(here):
         state = json.loads((folder / f"{made['tag']}-{arm['name']}.provenance.json").read_text())
         assert state["run_file_digest"] == arm["provenance"]["run_file_digest"]
         assert state["status"] == arm["status"] == "done" and state["returncode"] == 0 and arm["steps"] == 6
-        assert pipeline.digest(folder / f"{made['tag']}-{arm['name']}.records.jsonl") == state["records_digest"]
+        assert reports.digest(folder / f"{made['tag']}-{arm['name']}.records.jsonl") == state["records_digest"]
     assert made["run"]["name"] == folder.name and made["counts"] == {"judged": 1, "expected": 1}
 
 
@@ -390,7 +390,7 @@ def test_expect(here, expect, outcome, code, words):
     read = CHECKS["correctness"].parse(document)
     verdict = {"judgment": "drift", "subject": "loss", "status": outcome}
     made = {"outcome": outcome, "exit_code": verdicts.exit_code([outcome]), "verdicts": [verdict]}
-    found = pipeline.expected(read, made)
+    found = reports.expected(read, made)
     assert found["exit_code"] == code
     assert found["expect"]["met"] == (words is None) and found["expect"]["problems"] == ([words] if words else [])
 

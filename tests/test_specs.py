@@ -98,6 +98,6 @@ def test_the_example_prints_what_its_specs_read(tmp_path):
     for name in ("loss", "grad_norm"):
         values = [re.search(rf"\b{name}=(\S+)", line)[1] for line in lines]
         assert all(repr(float(value)) == value for value in values) and values[0] != values[1]
-    for spec in (SPECS / "quickstart.yaml", EXAMPLE / "branch.yaml", EXAMPLE / "performance.yaml"):
+    for spec in (EXAMPLE / "attention.yaml", EXAMPLE / "branch.yaml", EXAMPLE / "performance.yaml"):
         pattern = linting.lint([spec])[0][0].data["trainer"]["reader"]["pattern"]
         assert all(re.search(pattern, line) for line in lines), spec.name

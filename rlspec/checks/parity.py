@@ -45,7 +45,7 @@ def sides(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
 
 RULES: tuple[tuple[common.Rule, tuple[str, ...]], ...] = (
     (sides, ("arms",)),
-    (common.contract_rows, ("judgments",)),
+    (common.contract_rows, ("judgments", "contract")),
     (common.question, ("question",)),
 )
 

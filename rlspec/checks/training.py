@@ -310,13 +310,13 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (model_known, ("model",)),
     (arm_names, ("arms",)),
     (launcher, ("launch", "trainer")),
-    (mesh, ("mesh", "launch", "trainer")),
+    (mesh, ("model", "mesh", "launch", "trainer")),
     (embedded, ("mesh", "trainer", "arms", "repository")),
-    (routing, ("trainer",)),
+    (routing, ("model", "trainer")),
     (trainer, ("trainer",)),
     (metrics, ("trainer", "arms", "judgments")),
     (arms, ("arms", "trainer")),
-    (common.contract_rows, ("judgments",)),
+    (common.contract_rows, ("judgments", "contract")),
     (common.question, ("question",)),
 )
 NEEDED = ("model", "mesh", "trainer", "arms")

@@ -1,0 +1,252 @@
+"""Run one arm: build, execute, observe, collect its records. What came of it is a plain state, kept beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import rlspec
+from rlspec import contract as contracts
+from rlspec import launch, logs, provenance, records, repository, runs
+from rlspec.checks import training
+from rlspec.errors import RunError, SpecError
+from rlspec.model import Run, Spec, Step
+from rlspec.reports import digest, now
+from rlspec.trainers import TRAINERS
+
+PACKAGE = Path(rlspec.__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line says about a run."""
+
+    arms: tuple[str, ...] = ()
+    from_run: str | None = None
+    resume: bool = False
+    retry_errors: bool = False
+    keep_going: bool = False
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """One run while it lasts."""
+
+    spec: Spec
+    contract: contracts.Contract
+    folder: runs.Folder
+    options: Options
+    stream: TextIO
+    commits: dict[str, str] = field(default_factory=dict)
+    repository: Path | None = None
+    trees: Any = None
+    built: set[str] = field(default_factory=set)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    earlier: runs.Folder | None = None
+    begun: bool = False
+
+    def say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # nobody listens any more; the run goes on
+            print(text, file=self.stream, flush=True)
+
+
+def own_files(spec: Spec, base: Path) -> list[Path]:
+    """What does not count as a change: the spec itself, and what rlspec writes."""
+    return [spec.path.resolve(), base / "workspace", base / "logging"]
+
+
+def state_of(step: Step, status: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"arm": step.arm.name, "status": status, "reason": reason, "commit": step.commit, **more}
+
+
+def run(session: Session, step: Step) -> dict[str, Any]:
+    """Run one arm; its earlier record, if there is one, is kept until the new one is whole."""
+    if not step.argv:
+        return _given(step)
+    kept = step
+    if step.provenance.exists():
+        step = _beside(step)
+    state = _execute(session, step)
+    if step is not kept and state["status"] == "done":
+        for mine, theirs in ((step.records, kept.records), (step.log, kept.log)):
+            if mine.exists():
+                mine.replace(theirs)
+        state.update(log=str(kept.log), argv=list(kept.argv))
+        step = kept
+    if step is kept:
+        runs.save(step.provenance, state)
+    return state
+
+
+def _given(step: Step) -> dict[str, Any]:
+    """An arm whose records are a file of the user's; its digest shows later whether it is still the same."""
+    try:
+        state = state_of(step, "done", records_digest=digest(step.records))
+    except OSError as error:
+        return state_of(step, "failed", f"{step.records} cannot be read: {error.strerror}")
+    runs.save(step.provenance, state)
+    return state
+
+
+def _beside(step: Step) -> Step:
+    def retry(path: Path) -> Path:
+        return path.with_name(f"retry-{path.name}")
+
+    records = retry(step.records)
+    argv = tuple(word.replace(str(step.records), str(records)) for word in step.argv)
+    return dataclasses.replace(step, argv=argv, log=retry(step.log), records=records)
+
+
+def _execute(session: Session, step: Step) -> dict[str, Any]:
+    spec, started = session.spec, now()
+    tree = session.trees.tree(step.commit) if session.trees is not None and step.commit else None
+    observed = session.folder.workspace / f"{step.stem}.observed"
+    shutil.rmtree(observed, ignore_errors=True)
+    observed.mkdir()
+    inherited = {name: value for name, value in os.environ.items() if name not in repository.REDIRECTS}
+    environment = {**inherited, **provenance.environment(tree, observed, inherited, step.environment)}
+    if tree is None and spec.trainer is not None and TRAINERS[spec.trainer.name].own_records:
+        environment["PYTHONPATH"] += f"{os.pathsep}{PACKAGE.parent}"  # run from a checkout, rlspec is not installed
+    cwd = tree or (spec.repository or spec.path.parent).resolve()
+    if broken := _build(session, step, cwd, environment):
+        shutil.rmtree(observed, ignore_errors=True)
+        return {**broken, "started": started}
+    for file in observed.iterdir():
+        file.unlink()  # the build is not the arm
+    expected = spec.trainer.steps if spec.trainer else None
+    progress = launch.Progress(step.arm.name, expected, session.stream)
+    progress.start()
+    try:
+        outcome = launch.execute(
+            step.argv,
+            cwd=cwd,
+            environment=environment,
+            log=step.log,
+            time_limit=step.time_limit,
+            on_line=progress.feed,
+            on_tick=progress.tick,
+        )
+    except launch.Interrupted:
+        progress.end("interrupted")
+        raise
+    except RunError as error:  # it did not start, or did not end: no next arm beside it
+        progress.end("failed")
+        return state_of(step, "failed", str(error), started=started, log=str(step.log), tail=_tail(step.log), halt=True)
+    finally:
+        seen = provenance.collect(
+            observed, commit=step.commit, dirty=False if step.commit else None, run_file=step.run_file, tree=tree
+        )
+        shutil.rmtree(observed, ignore_errors=True)
+    progress.end("done" if outcome.reason is None else "failed")
+    state = state_of(
+        step,
+        "done",
+        started=started,
+        seconds=round(outcome.seconds, 3),
+        returncode=outcome.returncode,
+        argv=list(step.argv),
+        log=str(step.log),
+        run_file_digest=seen.get("run_file_digest"),
+        notes=list(outcome.notes),
+        observed=seen,
+    )
+    reason = _explain(outcome, step) or _broken_provenance(session, step, tree, seen)
+    if reason is None:
+        reason = _collect_records(spec, step, state)
+    if reason is not None:
+        cause = (outcome.traceback or "").splitlines()[-6:]
+        state.update(status="failed", reason=reason, tail=cause or list(outcome.tail))
+    return state
+
+
+def _build(session: Session, step: Step, cwd: Path, environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """Run the build commands in an arm's tree: once in each, in a checkout before each arm. The state if one fails."""
+    key = str(cwd)
+    if not session.spec.build or (session.spec.isolation == "worktree" and key in session.built):
+        return None
+    for command in session.spec.build:
+        words = [word.replace("{python}", sys.executable) for word in command]
+        session.say(f"{step.arm.name}: build: {shlex.join(words)}")
+        log = step.log.with_suffix(".build.log")
+        try:
+            outcome = launch.execute(words, cwd=cwd, environment=environment, log=log, time_limit=step.time_limit)
+            reason = outcome.reason
+        except RunError as error:
+            reason = str(error)
+        if reason:
+            reason = f"build command {shlex.join(words)} failed: {reason}"
+            return state_of(step, "failed", reason, log=str(log), tail=_tail(log))
+    session.built.add(key)
+    return None
+
+
+def _tail(log: Path) -> list[str]:
+    try:
+        with log.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 8192))
+            return file.read().decode("utf-8", "replace").splitlines()[-20:]
+    except OSError:
+        return []
+
+
+def _explain(outcome: launch.Outcome, step: Step) -> str | None:
+    if outcome.reason is None:
+        return None
+    started = outcome.step is not None  # a mistake at step 500 is the arm's own
+    if step.run_file is not None and not started and launch.could_not_run(outcome.traceback or "", step.run_file):
+        return f"this arm could not run the file {step.run_file.name}: {outcome.reason}"
+    return outcome.reason
+
+
+def _broken_provenance(session: Session, step: Step, tree: Path | None, seen: dict[str, Any]) -> str | None:
+    if tree is None or step.commit is None:
+        return None
+    assert session.repository is not None
+    own = own_files(session.spec, session.folder.workspace.parents[3])
+    if changed := repository.verify(tree, step.commit, own):
+        return changed
+    required = session.spec.isolation == "worktree"
+    if wrong := provenance.wrong_imports(seen, tree, session.repository, required=required):
+        return wrong
+    installs = not required and session.spec.build  # into the environment, anew for each arm
+    return None if installs else provenance.unused_tree(seen, tree)
+
+
+def _collect_records(spec: Spec, step: Step, state: dict[str, Any]) -> str | None:
+    """Turn the log into records; why it cannot be done, or None."""
+    if spec.trainer is not None:
+        own = TRAINERS[spec.trainer.name].own_records
+        try:
+            found = records.read(step.records, step.arm) if own else _read_log(spec, step)
+        except (SpecError, RunError) as error:  # the arm has run, so this is its failure
+            return str(error)
+        if not own:
+            records.write(found, step.records, spec.trainer.reader)
+        state["steps"] = max((len(series.steps) for series in found.series.values()), default=0)
+    if not step.records.is_file():
+        return f"the command wrote no {step.records.name}"
+    state["records_digest"] = digest(step.records)
+    return None
+
+
+def _read_log(spec: Spec, step: Step) -> Run:
+    assert spec.trainer is not None
+    asked = [judgment.metric for judgment in spec.judgments if judgment.metric]
+    usual = training.default_metrics(spec.data)
+    timed = [entry[0] for entry in logs.READERS[spec.trainer.reader].timing.values()]
+    metrics = tuple(dict.fromkeys([*asked, *usual, *timed])) if usual else ()
+    found = logs.read(step.log, spec.trainer.reader, step.arm, metrics=metrics, pattern=spec.trainer.pattern)
+    if spec.trainer.steps is not None:
+        found = dataclasses.replace(found, steps_expected=spec.trainer.steps)
+    return found

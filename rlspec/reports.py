@@ -1,0 +1,118 @@
+"""The report of a run, as `schemas/report.schema.json` describes it."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import rlspec
+from rlspec import contract as contracts
+from rlspec import plan, runs, verdicts
+from rlspec.model import Row, Spec, Step, Verdict
+
+
+def now() -> str:
+    """The time in UTC, as reports and plans hold it."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    """SHA-256 of a file."""
+    made = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            made.update(block)
+    return made.hexdigest()
+
+
+def build(
+    spec: Spec,
+    contract: contracts.Contract,
+    steps: Sequence[Step],
+    states: Mapping[str, Mapping[str, Any]],
+    made: Sequence[Verdict],
+    folder: runs.Folder | None,
+) -> dict[str, Any]:
+    """The report, as `schemas/report.schema.json` describes it."""
+    statuses = [verdict.status for verdict in made]
+    report: dict[str, Any] = {
+        "schema_version": 1,
+        "rlspec": rlspec.__version__,
+        "created": now(),
+        "kind": spec.kind,
+        "name": spec.name,
+        "question": spec.question,
+        "outcome": verdicts.worst(statuses),
+        "exit_code": verdicts.exit_code(statuses),
+        "expect": None,
+        "spec": {"path": str(spec.path), "digest": spec.digest} if spec.digest else None,
+        "contract": {"name": contract.name, "digest": contract.digest},
+        "model": spec.model or None,
+        "tag": plan.tag(spec) or None,
+        "dtype": spec.dtype,
+        "mesh": {axis: getattr(spec.mesh, axis) for axis in ("pp", "dp", "cp", "ep")} if spec.trainer else None,
+        "sequence_length": spec.sequence_length if spec.trainer else None,
+        "run": {"name": folder.name, "folder": str(folder.workspace)} if folder else None,
+        "overrides": [],
+        "arms": [_arm_report(step, states.get(step.arm.name)) for step in steps],
+        "verdicts": [_verdict_report(verdict) for verdict in made],
+        "counts": {"judged": sum(s not in ("ERROR", "BLOCKED") for s in statuses), "expected": len(statuses)},
+        "notes": [],
+    }
+    return expected(spec, report)
+
+
+def _arm_report(step: Step, state: Mapping[str, Any] | None) -> dict[str, Any]:
+    state = state or {"status": "skipped", "reason": "it has not run"}
+    reused = state.get("reused_from")
+    return {
+        "name": step.arm.name,
+        "role": step.arm.role,
+        "status": "reused" if reused and state["status"] == "done" else state["status"],
+        "revision": step.arm.revision,
+        "commit": step.commit or state.get("commit"),
+        "seconds": state.get("seconds"),
+        "steps": state.get("steps"),
+        "log": state.get("log") or (str(step.records) if step.arm.records else None),
+        "log_digest": state.get("log_digest"),
+        "reason": state.get("reason"),
+        "tail": list(state.get("tail") or ()),
+        "provenance": state.get("observed"),
+    }
+
+
+def _verdict_report(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "judgment": verdict.judgment,
+        "subject": verdict.subject,
+        "status": verdict.status,
+        "statistic": verdict.statistic,
+        "reason": verdict.reason,
+        "row": contracts.plain(verdict.row) if isinstance(verdict.row, Row) else None,
+        "evidence": dict(verdict.evidence),
+        "notes": list(verdict.notes),
+    }
+
+
+def expected(spec: Spec, report: dict[str, Any]) -> dict[str, Any]:
+    """Hold the outcome against `expect:`; met is exit 0, not met 1, an unexpected ERROR or BLOCKED keeps its code."""
+    want = spec.expect
+    if want is None:
+        return report
+    problems = []
+    if report["outcome"] != want.status:
+        problems.append(f"expected {want.status}, got {report['outcome']}")
+    for name, status in want.judgments.items():
+        found = [v["status"] for v in report["verdicts"] if name in (v["subject"], v["judgment"])]
+        if not found or verdicts.worst(found) != status:
+            problems.append(f"{name}: expected {status}, got {verdicts.worst(found) if found else 'no verdict'}")
+    if want.category is not None or want.at is not None:
+        problems.append("category and at are judged in kinds of a later version")
+    code = report["exit_code"]
+    report["expect"] = {"status": want.status, "met": not problems, "problems": problems}
+    report["exit_code"] = 0 if not problems else code if code in (4, 5) else 1
+    return report
