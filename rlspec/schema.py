@@ -208,7 +208,7 @@ def _range(error: Any) -> str:
         "minimum": f"{error.instance} is below {limit}",
         "maximum": f"{error.instance} is above {limit}",
         "exclusiveMinimum": f"{error.instance} is not above {limit}",
-        "minItems": f"{len(error.instance) if isinstance(error.instance, list) else 0} entries, {limit} are due",
+        "minItems": f"{_length(error.instance)} entries, at least {limit} are due",
         "minLength": "an empty text",
         "minProperties": "an empty mapping",
         "uniqueItems": "an entry stands twice",
@@ -216,3 +216,7 @@ def _range(error: Any) -> str:
         "not": "it has no meaning here",
     }
     return texts.get(str(error.validator), str(error.message))
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list) else 0

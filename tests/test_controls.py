@@ -1,0 +1,60 @@
+"""Every negative control comes out as it must, and the quickstart and the spec on two ranks pass: all of it is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SPECS = ROOT / "specs"
+CONTROLS = sorted((SPECS / "controls").rglob("*.yaml"))
+PASSING = [SPECS / "quickstart.yaml", SPECS / "correctness" / "tiny-moe-dp2.yaml"]
+
+
+def run(spec, folder):
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "rlspec", "run", spec, "-o", "report.json"],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    made = json.loads((folder / "report.json").read_text()) if (folder / "report.json").exists() else None
+    return done, made
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """All runs, two at a time: an arm computes on one thread."""
+    top = tmp_path_factory.mktemp("controls")
+    specs = [*CONTROLS, *PASSING]
+    with ThreadPoolExecutor(2) as pool:
+        folders = [top / str(number) for number in range(len(specs))]
+        return dict(zip(specs, pool.map(run, specs, folders), strict=True))
+
+
+def name(spec):
+    return spec.relative_to(SPECS).with_suffix("").as_posix()
+
+
+@pytest.mark.parametrize("spec", CONTROLS, ids=name)
+def test_control(outcomes, spec):
+    done, made = outcomes[spec]
+    assert done.returncode == 0 and made["expect"]["met"], done.stdout + done.stderr
+    assert made["outcome"] in ("FAIL", "ERROR") and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("spec", PASSING, ids=name)
+def test_passing(outcomes, spec):
+    done, made = outcomes[spec]
+    assert done.returncode == 0 and made["outcome"] == "PASS", done.stdout + done.stderr
+    assert {verdict["evidence"]["floor"] for verdict in made["verdicts"]} == {"perturbed"}
+
+
+def test_there_are_enough_controls_and_each_says_what_it_must_come_out_as():
+    assert len(list((SPECS / "controls" / "training").glob("*.yaml"))) >= 10
+    assert all("\nexpect:" in spec.read_text(encoding="utf-8") for spec in CONTROLS)
