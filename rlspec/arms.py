@@ -117,6 +117,7 @@ def _execute(session: Session, step: Step) -> dict[str, Any]:
     environment = {**inherited, **provenance.environment(tree, observed, inherited, step.environment)}
     if tree is None and spec.trainer is not None and TRAINERS[spec.trainer.name].own_records:
         environment["PYTHONPATH"] += f"{os.pathsep}{PACKAGE.parent}"  # run from a checkout, rlspec is not installed
+    environment["RLSPEC_RECORDS"] = str(step.records)  # beside the earlier ones where an arm is tried again
     cwd = tree or (spec.repository or spec.path.parent).resolve()
     if broken := _build(session, step, cwd, environment):
         shutil.rmtree(observed, ignore_errors=True)

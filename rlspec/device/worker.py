@@ -45,7 +45,8 @@ def main(run_file: str, config: Mapping[str, Any]) -> None:
             for _ in rows:
                 pass
             return
-        with Records(path.with_name(f"{path.stem}.records.jsonl"), arm["name"], options.steps, notes) as records:
+        place = Path(os.environ.get("RLSPEC_RECORDS") or path.with_name(f"{path.stem}.records.jsonl"))
+        with Records(place, arm["name"], options.steps, notes) as records:
             for row in rows:
                 records.step(row)
                 _say(log_line(row, options.steps))
