@@ -127,6 +127,7 @@ def _execute(session: Session, step: Step) -> dict[str, Any]:
     expected = spec.trainer.steps if spec.trainer else None
     progress = launch.Progress(step.arm.name, expected, session.stream)
     progress.start()
+    step.records.unlink(missing_ok=True)  # of an earlier try that failed
     try:
         outcome = launch.execute(
             step.argv,
@@ -158,6 +159,7 @@ def _execute(session: Session, step: Step) -> dict[str, Any]:
         argv=list(step.argv),
         log=str(step.log),
         run_file_digest=seen.get("run_file_digest"),
+        code_digest=provenance.code_digest(seen),
         notes=list(outcome.notes),
         observed=seen,
     )
@@ -248,6 +250,9 @@ def _read_log(spec: Spec, step: Step) -> Run:
     timed = [entry[0] for entry in logs.READERS[spec.trainer.reader].timing.values()]
     metrics = tuple(dict.fromkeys([*asked, *usual, *timed])) if usual else ()
     found = logs.read(step.log, spec.trainer.reader, step.arm, metrics=metrics, pattern=spec.trainer.pattern)
-    if spec.trainer.steps is not None:
-        found = dataclasses.replace(found, steps_expected=spec.trainer.steps)
-    return found
+    if spec.trainer.steps is None:
+        return found
+    if found.steps_expected not in (None, spec.trainer.steps):
+        fault = f"the log says that it has {found.steps_expected} steps, the spec says {spec.trainer.steps}"
+        found = dataclasses.replace(found, faults={**found.faults, "*": fault})
+    return dataclasses.replace(found, steps_expected=spec.trainer.steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,11 @@ def _for_people() -> Iterator[None]:
         raise SystemExit(errors.ERROR) from None
     except KeyboardInterrupt:
         raise SystemExit(errors.INTERRUPTED) from None
+    except (click.exceptions.Exit, click.ClickException, click.Abort):
+        raise
+    except Exception:  # a bug of ours must not exit 1, which is FAIL
+        traceback.print_exc()
+        raise SystemExit(errors.ERROR) from None
 
 
 def _hush() -> None:
@@ -96,7 +102,7 @@ def main() -> None:
     """
 
 
-_no_report_if_ok = click.option("--investigate-ok", is_flag=True, help="Exit 0 instead of 3 on INVESTIGATE.")
+_investigate_ok = click.option("--investigate-ok", is_flag=True, help="Exit 0 instead of 3 on INVESTIGATE.")
 _blocked_ok = click.option("--blocked-ok", is_flag=True, help="Exit 0 instead of 5 on BLOCKED.")
 _outputs = click.option(
     "-o",
@@ -278,7 +284,7 @@ def render(path: Path, overrides: tuple[str, ...]) -> None:
 @click.option("--dry-run", is_flag=True, help="Print the plan and run nothing.")
 @_set
 @_outputs
-@_no_report_if_ok
+@_investigate_ok
 @_blocked_ok
 @_verbose
 def run(
@@ -338,7 +344,7 @@ def run(
             if len(documents) == 1:
                 raise
             click.echo(f"error: {error}", err=True)
-            codes.append(errors.USAGE if isinstance(error, errors.SpecError) else errors.ERROR)
+            codes.append(errors.ERROR)
         else:
             codes.append(_report(made, outputs, verbose, investigate_ok, blocked_ok))
             _track(made)
@@ -392,7 +398,11 @@ def _track(made: dict[str, Any]) -> None:
     """Send a run to W&B where its spec says so; what goes wrong there changes no verdict."""
     from rlspec.report import tracking
 
-    if tracking.wanted(made) and (problem := tracking.send(made)):
+    try:
+        problem = tracking.send(made) if tracking.wanted(made) else None
+    except (errors.RunError, OSError) as error:
+        problem = str(error)
+    if problem:
         click.echo(f"warning: {problem}", err=True)
 
 
@@ -412,7 +422,6 @@ def _print(made: dict[str, Any], verbose: bool) -> None:
 @click.option(
     "--kind",
     type=click.Choice(["correctness", "performance", "parity"]),
-    default="correctness",
     metavar="KIND",
     help="What is asked of the logs: correctness (the default), performance or parity.",
 )
@@ -428,13 +437,13 @@ def _print(made: dict[str, Any], verbose: bool) -> None:
 @click.option("--base", "bases", multiple=True, type=PATHS, help="A base log; the first is base0. May be repeated.")
 @click.option("--feature", "features", multiple=True, type=PATHS, help="A feature log. May be repeated.")
 @_outputs
-@_no_report_if_ok
+@_investigate_ok
 @_blocked_ok
 @_verbose
 def judge(
     files: tuple[Path, ...],
     reader: str | None,
-    kind: str,
+    kind: str | None,
     metrics: tuple[str, ...],
     pattern: str | None,
     contract: str | None,

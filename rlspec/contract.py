@@ -77,6 +77,21 @@ def _row(contract: str, row: Mapping[str, Any]) -> Row:
     )
 
 
+def limits_problem(row: Row) -> str | None:
+    """Why no judgment could be held against the row, or None: a limit that is missing, or that cannot be violated."""
+    limits = row.limits
+    if row.status not in ("applicable", "optional"):
+        return None
+    if row.judgment.split("_")[0] == "drift":
+        lower, upper = limits.get("pass_below", 0.0), limits.get("fail_above", 0.0)
+        return None if 0 < lower <= upper else f"{row.id} needs limits with 0 < pass_below ≤ fail_above"
+    if "max" not in limits:
+        return f"{row.id} needs a limit max"
+    if row.judgment == "clip_fraction" and not 0 < limits.get("low", 0.0) < limits.get("high", 0.0):
+        return f"{row.id} needs limits with 0 < low < high"
+    return None
+
+
 def plain(row: Row) -> dict[str, Any]:
     """A row as a report and a plan.json hold it."""
     return {

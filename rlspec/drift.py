@@ -200,8 +200,10 @@ def _ratio_text(envelope: Envelope, ratio: float) -> str:
 
 def _doubted(envelope: Envelope, answer: _Answer, limits: tuple[float, float]) -> _Answer:
     """A ratio's answer, unless the fixture or the machines account for it."""
-    if answer.status != "FAIL":
-        answer = replace(answer, notes=[*answer.notes, *_split_features(envelope, limits[1])])
+    if answer.status != "FAIL" and (split := _split_features(envelope, limits[1])):
+        reason = f"{answer.reason}; but {', '.join(split)}, so the feature runs are not of one kind"
+        evidence = {**answer.evidence, "cause": "split_features"}
+        answer = replace(answer, status="INVESTIGATE", reason=reason, evidence=evidence, notes=[*answer.notes, *split])
     if envelope.jump:
         return _unstable(envelope, answer)
     if answer.status == "FAIL" and envelope.machines:

@@ -21,7 +21,7 @@ def judge(
     *,
     files: Sequence[Path],
     reader: str | None,
-    kind: str,
+    kind: str | None,
     metrics: Sequence[str],
     pattern: str | None,
     contract: str | None,
@@ -29,13 +29,14 @@ def judge(
     features: Sequence[Path],
 ) -> dict[str, Any]:
     """The report on logs, on a run or on a report.json. Raises SpecError or RunError."""
+    kind_given, kind = kind, kind or "correctness"
     if not files and not bases and not features:
         raise SpecError("nothing to judge: name logs, or a run")
     given = {"--reader": reader, "--metric": metrics, "--pattern": pattern, "--base": bases, "--feature": features}
     if len(files) == 1 and not bases and not features and reader is None and kind != "parity":
         if _is_log(files[0]):
             raise SpecError(f"{files[0]} alone cannot be judged: name base and feature logs and their --reader")
-        _refuse(given, "a run is judged by its own spec")
+        _refuse({**given, "--kind": kind_given}, "a run is judged by its own spec")
         return _again(files[0], contract)
     if kind == "parity":
         _refuse(given, "kind parity reads two files of log-probs, the rollout's and then the trainer's")

@@ -202,6 +202,8 @@ def _write_plan(session: arms.Session, steps: Sequence[Step]) -> None:
                 "environment": dict(step.environment),
                 "perturb": dict(step.arm.perturb) if step.arm.perturb else None,
                 "implementation": _plain(step.arm.implementation),
+                "reader": [spec.trainer.reader, spec.trainer.pattern, spec.trainer.steps] if spec.trainer else [],
+                "build": [list(command) for command in spec.build],
                 "added": step.arm.name not in named,
             }
             for step in steps
@@ -230,7 +232,10 @@ def _until_settled(
 ) -> tuple[list[Verdict], Sequence[Step]]:
     _execute(session, steps, stack)
     while True:
-        made = judge_states(session.spec, session.contract, steps, session.states)
+        try:
+            made = judge_states(session.spec, session.contract, steps, session.states)
+        except SpecError as error:  # the arms have run, so this is no exit 2
+            raise RunError(str(error)) from error
         arm = None if _failed(session) else CHECKS[session.spec.kind].more(session.spec, made)
         if arm is None or session.options.arms:
             return made, steps
@@ -250,7 +255,7 @@ def _until_settled(
 
 
 def _open_question(made: Sequence[Verdict]) -> str:
-    unsure = min(made, key=lambda verdict: ("INVESTIGATE", "FAIL", verdict.status).index(verdict.status))
+    unsure = next((v for status in ("INVESTIGATE", "FAIL") for v in made if v.status == status), made[0])
     return f"{unsure.subject} is {unsure.status}"
 
 

@@ -98,6 +98,20 @@ def machine(provenance: Mapping[str, Any]) -> dict[str, str]:
     return {name: _text(value) for name, value in found.items() if value is not None}
 
 
+def code_digest(provenance: Mapping[str, Any]) -> str | None:
+    """SHA-256 over the files that an arm imported, stdlib and site-packages aside, as they are now; None if unseen."""
+    run_file = provenance.get("run_file")
+    seen = sorted({*(provenance.get("files") or ()), *(provenance.get("main") or ())} - {run_file})
+    if provenance.get("files") is None:
+        return None
+    total = hashlib.sha256()
+    for name in seen:
+        path = Path(name)
+        total.update(name.encode() + b"\0")
+        total.update(hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b"gone")
+    return total.hexdigest()
+
+
 def hosts(provenance: Mapping[str, Any]) -> list[str]:
     """The names of the hosts that the ranks ran on."""
     found = (provenance.get("machine") or {}).get("host") or []

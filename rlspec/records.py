@@ -78,7 +78,9 @@ def read(path: Path, arm: Arm) -> Run:
                 raise RunError(f"{path}:{number}: {count} steps are here, the end line says {ended}")
         else:
             step, metrics = line.get("step"), line.get("metrics")
-            if not isinstance(step, int) or isinstance(step, bool) or step <= last or not isinstance(metrics, dict):
+            if not isinstance(step, int) or isinstance(step, bool) or not isinstance(metrics, dict):
+                raise RunError(f"{path}:{number}: step {step!r}; a whole number and its metrics are due")
+            if not last < step < 2**63:
                 raise RunError(f"{path}:{number}: step {step!r} after step {last}; steps must ascend")
             last, count = step, count + 1
             for name, value in metrics.items():
@@ -122,7 +124,7 @@ def _parsed(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             for number, text in enumerate(file, 1):
                 line = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-                if not isinstance(line, dict) or line.get("record") not in _KEYS:
+                if not isinstance(line, dict) or str(line.get("record")) not in _KEYS:
                     raise ValueError("not a record")
                 if unknown := set(line) - _KEYS[line["record"]]:
                     raise ValueError(f"unknown key {sorted(unknown)[0]!r}")
@@ -155,7 +157,7 @@ def _head(path: Path, line: dict[str, Any], arm: Arm) -> dict[str, Any]:
     if expected is not None and (not isinstance(expected, int) or isinstance(expected, bool)):
         raise RunError(f"{path}:1: steps_expected must be an integer")
     for name, value in line.get("resolution", {}).items():
-        if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
             raise RunError(f"{path}:1: resolution of {name!r} must be a number")
     return line
 

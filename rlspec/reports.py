@@ -21,7 +21,6 @@ def now() -> str:
 
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
-    """SHA-256 of a file."""
     made = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -110,6 +109,9 @@ def expected(spec: Spec, report: dict[str, Any]) -> dict[str, Any]:
         found = [v["status"] for v in report["verdicts"] if name in (v["subject"], v["judgment"])]
         if not found or verdicts.worst(found) != status:
             problems.append(f"{name}: expected {status}, got {verdicts.worst(found) if found else 'no verdict'}")
+    for arm in report["arms"] if want.judgments else ():
+        if arm["status"] in ("failed", "skipped"):  # no judgment that is named has been made
+            problems.append(f"arm {arm['name']} {arm['status']}: {arm['reason']}")
     if want.category is not None or want.at is not None:
         problems.append("category and at are judged in kinds of a later version")
     code = report["exit_code"]

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlspec import runs
+from rlspec import provenance, runs
 from rlspec.arms import Session
 from rlspec.errors import SpecError
 from rlspec.model import Step
@@ -27,6 +27,8 @@ def take_over(session: Session, steps: Sequence[Step]) -> None:
         reason = _not_reusable(session, step, earlier, planned.get(name), mine[name])
         if reason is None:
             session.states[name] = _copy(session, step, earlier)
+            if step.commit is None and session.states[name].get("code_digest") is None:
+                session.notes.append(f"{name} is taken from {earlier.name}; what code it ran was not observed")
         elif session.options.arms:
             raise SpecError(f"arm {name} of {earlier.name} cannot be used: {reason}; run it again with --arm {name}")
         elif reason != "it has not run":
@@ -52,15 +54,24 @@ def _not_reusable(
         ("environment", "the environment differs"),
         ("perturb", "the perturbation differs"),
         ("implementation", "the implementation differs"),
+        ("reader", "the reader differs"),
+        ("build", "the build commands differ"),
     ):
         if planned.get(key) != mine.get(key):
             return text
     if _without(planned["argv"], earlier) != _without(mine["argv"], session.folder):
         return "the command differs"
+    if planned.get("commit") is None and _changed(state):
+        return "the code that it ran has changed"
     path = earlier.workspace / f"{planned['stem']}.records.jsonl"
     if state.get("records_digest") and (not path.exists() or digest(path) != state["records_digest"]):
         return f"{path.name} is not what the arm wrote"
     return None
+
+
+def _changed(state: Mapping[str, Any]) -> bool:
+    before: str | None = state.get("code_digest")
+    return before is not None and provenance.code_digest(state.get("observed") or {}) != before
 
 
 def _without(argv: Sequence[str], folder: runs.Folder) -> list[str]:

@@ -389,7 +389,7 @@ def test_expect(here, expect, outcome, code, words):
     (document,), _ = linting.lint([spec(here, expect=expect)])
     read = CHECKS["correctness"].parse(document)
     verdict = {"judgment": "drift", "subject": "loss", "status": outcome}
-    made = {"outcome": outcome, "exit_code": verdicts.exit_code([outcome]), "verdicts": [verdict]}
+    made = {"outcome": outcome, "exit_code": verdicts.exit_code([outcome]), "verdicts": [verdict], "arms": []}
     found = reports.expected(read, made)
     assert found["exit_code"] == code
     assert found["expect"]["met"] == (words is None) and found["expect"]["problems"] == ([words] if words else [])

@@ -91,7 +91,9 @@ def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]
     for index, given in enumerate(data.get("judgments", STANDARD[data["kind"]])):
         for check in row_names(given):
             try:
-                rows.resolve(check, "*", data.get("dtype", "bf16"))
+                row = rows.resolve(check, "*", data.get("dtype", "bf16"))
+                if problem := contract.limits_problem(row):
+                    yield at(document, f"/judgments/{index}", "RL224", f"contract {problem}", "correct the row")
             except SpecError as error:
                 message, _, hint = str(error).partition("; ")
                 yield at(document, f"/judgments/{index}", "RL224", message, hint)

@@ -21,6 +21,7 @@ CAUSES = {
     "zero_envelope": "if the change may not move a bit, set zero_envelope: fail; if it may, add a base arm with "
     "perturb: {weights: 1ulp}, whose drift is a floor",
     "unstable": "give the fixture a learning-rate warm-up, then run again",
+    "split_features": "look at the feature run that stands out; do the arms run what you think?",
     "machine": "run all arms again on the same nodes",
 }
 SAID = {"PASS": "within the limits", "MEASURED": "measured and not gated", "N/A": "not applicable"}

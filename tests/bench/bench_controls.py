@@ -40,16 +40,30 @@ def configuration(model: str, dp: int, given: argparse.Namespace) -> dict[str, A
         "sequence_length": given.sequence_length,
         "dtype": given.dtype,
         "steps": given.steps,
-        "settings": {"global_batch_size": given.batch},
+        "settings": {"global_batch_size": given.batch, "seed": given.seed},
         "spec_dir": ".",
     }
 
 
-def curves(settings, job, kind=None, **options) -> dict[str, list[float]]:
+def curves(settings, job, kind=None, margins=None, **options) -> dict[str, list[float]]:
+    """The metrics of a run; `margins` gets by how much each token's last chosen expert beat the next, in logits."""
     from rlspec.device.trainer import Trainer
 
-    rows = list((kind or Trainer)(settings, job, **options).run())
+    trainer = (kind or Trainer)(settings, job, **options)
+    if margins is not None:
+        trainer.model.operators.router = watched(trainer.model.operators.router, margins)
+    rows = list(trainer.run())
     return {name: [row.metrics[name] for row in rows] for name in METRICS if name in rows[0].metrics}
+
+
+def watched(router, margins):
+    def call(x, weight, *, top_k, **options):
+        routing = router(x, weight, top_k=top_k, **options)
+        scores = routing.probabilities.detach().double().log().sort(-1, descending=True).values
+        margins.append(scores[:, top_k - 1] - scores[:, top_k])
+        return routing
+
+    return call
 
 
 def drift(a: list[float], b: list[float]) -> float:
@@ -82,7 +96,28 @@ def bench(given: argparse.Namespace) -> bool:
             floors.append({metric: drift(base[metric], moved[metric]) for metric in base})
         if job.rank:
             return True
-    return report(given, job.world, seconds, base, arms, floors)
+    good = report(given, job.world, seconds, base, arms, floors)
+    if plain.balanced:
+        print(near_ties(plain, job))
+    return good
+
+
+def near_ties(plain, job) -> str:
+    """Of rank 0 alone: by how much rounding would have to grow to send one token of the run to another expert."""
+    from dataclasses import replace
+
+    import torch
+
+    from rlspec.device.job import Job
+
+    alone, found = Job(job.device), []
+    for options in ({}, {"perturbation": {"weights": "1ulp", "seed": 1}}, {"implementation": "reference"}):
+        margins = []
+        curves(replace(plain, dp=1), alone, margins=margins, **options)
+        found.append(torch.cat(margins))
+    moved = max((found[0] - other).abs().max().item() for other in found[1:])
+    smallest = found[0].min().item()
+    return f"smallest router margin of {len(found[0])} is {smallest:.2g}; rounding moves a margin by {moved:.2g} at most"
 
 
 def false_alarms(given: argparse.Namespace) -> bool:
@@ -140,6 +175,7 @@ def main() -> int:
     parser.add_argument("--model", default="tiny-moe")
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=3, help="of weights and data; the shipped specs have 3")
     parser.add_argument("--weights", type=int, default=0)
     parser.add_argument("--sequence-length", type=int, default=64)
     parser.add_argument("--batch", type=int, default=4)
