@@ -131,12 +131,30 @@ def remarks(
         said.append(f"steps judged {evidence['steps']}")
     if envelope.start == 0:
         said.append(f"the log begins at step {steps[0]}: step 1 is not in it, every printed step is judged")
+    said += _thin_remark(envelope, evidence)
     said += _resolution_remark(evidence)
     said += _step_1_remark(envelope, evidence["step_1"], limits[1])
     said += _sign_remark(envelope, evidence["sign_balance"])
     if envelope.jump and envelope.floor == "zero":
         said.append(f"the gradient norm of {envelope.jump.arm} jumps at step {envelope.jump.step} (unstable fixture)")
     return said + _machine_remark(runs)
+
+
+FEW_STEPS = 8
+WIDE_PERCENT = 20.0
+
+
+def _thin_remark(envelope: Envelope, evidence: Mapping[str, Any]) -> list[str]:
+    """A verdict on few steps, a floor that hides almost anything, a feature that is no run of its own."""
+    said = []
+    judged, percent = evidence.get("steps_judged"), (evidence.get("smallest_offset") or {}).get("percent")
+    if judged is not None and judged < FEW_STEPS:
+        said.append(f"only {judged} steps are judged: a ratio of so few is a lottery")
+    if percent is not None and percent > WIDE_PERCENT:
+        said.append(f"the floor is so wide that a steady offset of {percent:.0f} % would pass: look at the base runs")
+    if envelope.width > 0 and envelope.drift == 0:
+        said.append("a feature run equals a base run to the bit though base runs differ: is it a run of its own?")
+    return said
 
 
 def _resolution_remark(evidence: Mapping[str, Any]) -> list[str]:

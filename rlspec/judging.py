@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,8 @@ def judge(
         raise SpecError(f"name the --reader of the logs; {schema.suggestion('', logs.READERS)}")
     if reader not in logs.READERS:
         raise SpecError(f"unknown reader {reader!r}; {schema.suggestion(reader, logs.READERS)}")
+    if reader == "regex" and pattern and not metrics:
+        metrics = _groups(pattern)
     if kind == "correctness" and not metrics and not logs.READERS[reader].metrics:
         raise SpecError(f"reader {reader} has no usual metrics; name them with --metric")
     return judge_logs(
@@ -122,6 +125,9 @@ def _roles(
     by_name = sorted(files, key=lambda path: path.name)
     base = [*bases, *(path for path in by_name if path.stem.startswith("base"))]
     feature = [*features, *(path for path in by_name if path.stem.startswith("feat"))]
+    for path in files:
+        if not path.exists():
+            raise SpecError(f"there is no file {path}")
     loose = [path for path in files if path not in base and path not in feature]
     if loose:
         raise SpecError(f"{loose[0]}: base or feature? name it base… or feat…, or say --base FILE or --feature FILE")
@@ -133,13 +139,21 @@ def _roles(
     return (*(("base", path.absolute()) for path in base), *(("feature", path.absolute()) for path in feature))
 
 
+def _groups(pattern: str) -> list[str]:
+    """The metrics that a pattern names."""
+    try:
+        return [name for name in re.compile(pattern).groupindex if name not in ("step", "steps")]
+    except re.error:
+        return []  # logs.read says what is wrong with it
+
+
 def _distinct(paths: Sequence[Path]) -> None:
     for path in paths:
         if not path.is_file():
             raise SpecError(f"{path} is a folder, name the file in it" if path.is_dir() else f"there is no file {path}")
-    resolved = [path.resolve() for path in paths]
-    for path in paths:
-        if resolved.count(path.resolve()) > 1:
+    inodes = [(path.stat().st_dev, path.stat().st_ino) for path in paths]
+    for path, inode in zip(paths, inodes, strict=True):
+        if inodes.count(inode) > 1:
             raise SpecError(f"{path} stands twice: a file compared with itself proves nothing")
 
 
@@ -205,6 +219,11 @@ def judge_logs(source: Source) -> dict[str, Any]:
             states[result.arm.name]["steps"] = max(lengths, default=0)  # type: ignore[assignment]
     report = build(spec, contract, steps, states, made, None)
     report.update(tag=None, mesh=None, sequence_length=None, dtype=None)  # logs do not say
+    digests = {arm["name"]: arm["log_digest"] for arm in report["arms"]}
+    for name, value in digests.items():
+        twin = next((other for other, mine in digests.items() if other < name and mine == value), None)
+        if twin is not None:
+            report["notes"].append(f"the logs of {twin} and {name} are the same to the byte: is one a copy?")
     report["source"] = {
         "reader": source.reader,
         "pattern": source.pattern,

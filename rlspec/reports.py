@@ -60,9 +60,40 @@ def build(
         "arms": [_arm_report(step, states.get(step.arm.name)) for step in steps],
         "verdicts": [_verdict_report(verdict) for verdict in made],
         "counts": {"judged": sum(s not in ("ERROR", "BLOCKED") for s in statuses), "expected": len(statuses)},
-        "notes": [],
+        "notes": _remarks(steps, states),
     }
     return expected(spec, report)
+
+
+def _remarks(steps: Sequence[Step], states: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What to know before believing any verdict: arms that are the same, settings that differ undeclared."""
+    said = []
+    bases = {_content(step): step.arm.name for step in reversed(steps) if step.arm.role == "base" and step.argv}
+    for step in steps:
+        base = bases.get(_content(step))
+        if step.arm.role == "feature" and step.argv and base is not None:
+            where = f" at commit {step.commit[:12]}" if step.commit else ""
+            said.append(f"{step.arm.name} runs what {base} runs{where}: this compares the code with itself")
+    seen = {step.arm.name: (states.get(step.arm.name) or {}).get("observed") for step in steps}
+    surroundings = {name: _undeclared(one, steps) for name, one in seen.items() if one}
+    names = sorted({key for values in surroundings.values() for key in values})
+    for key in names:
+        values = {name: surroundings[name].get(key, "unset") for name in surroundings}
+        if len(set(values.values())) > 1:
+            said.append(f"{key} differed: {', '.join(f'{name} {value}' for name, value in values.items())}")
+    return said
+
+
+def _content(step: Step) -> str:
+    arm = step.arm
+    return repr((step.commit, arm.implementation, sorted(arm.environment.items()), arm.perturb, arm.command))
+
+
+def _undeclared(observed: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, str]:
+    """Determinism-relevant variables that an arm saw and that no arm's `environment` declares."""
+    declared = {key for step in steps for key in step.arm.environment}
+    found = observed.get("environment") or {}
+    return {key: str(value) for key, value in found.items() if key not in declared}
 
 
 def _arm_report(step: Step, state: Mapping[str, Any] | None) -> dict[str, Any]:

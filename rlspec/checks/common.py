@@ -13,7 +13,7 @@ from rlspec.errors import SpecError
 from rlspec.model import Document, Expect, Problem, Severity
 
 Rule = Callable[[Document, dict[str, Any]], Iterator[Problem]]
-PLACEHOLDER = re.compile(r"<[A-Za-z][A-Za-z0-9 _./-]*>")
+PLACEHOLDER = re.compile(r"<[A-Za-z][A-Za-z0-9 _.,'/-]*>")
 CONTRACTS = {"correctness": "training", "performance": "training", "parity": "ws1"}
 STANDARD: dict[str, tuple[str, ...]] = {
     "correctness": ("drift",),
@@ -36,6 +36,12 @@ def at(
         hint=hint,
         severity=severity,
     )
+
+
+def hinted(error: SpecError) -> tuple[str, str]:
+    """A message and the suggestion that follows it."""
+    message, _, hint = re.sub(r"; (did you mean|known:|none is known)", r"\0\1", str(error)).partition("\0")
+    return message, hint
 
 
 def apply(document: Document, rules: Sequence[tuple[Rule, tuple[str, ...]]], broken: set[str]) -> list[Problem]:
@@ -85,7 +91,7 @@ def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]
     try:
         rows = contract.load(name, document.path.parent)
     except SpecError as error:
-        message, _, hint = str(error).partition("; ")
+        message, hint = hinted(error)
         yield at(document, "/contract", "RL201", message, hint)
         return
     for index, given in enumerate(data.get("judgments", STANDARD[data["kind"]])):
@@ -95,7 +101,7 @@ def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]
                 if problem := contract.limits_problem(row):
                     yield at(document, f"/judgments/{index}", "RL224", f"contract {problem}", "correct the row")
             except SpecError as error:
-                message, _, hint = str(error).partition("; ")
+                message, hint = hinted(error)
                 yield at(document, f"/judgments/{index}", "RL224", message, hint)
 
 

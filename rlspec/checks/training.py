@@ -41,7 +41,7 @@ def model_known(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     try:
         catalog.model(data["model"], document.path.parent)
     except SpecError as error:
-        message, _, hint = str(error).partition("; ")
+        message, hint = common.hinted(error)
         yield at(document, "/model", "RL201", message, hint)
 
 
@@ -180,7 +180,8 @@ def trainer(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     if data.get("dtype") == "fp8" and not TRAINERS[given["name"]].fp8:
         message = f"fp8 is out of scope for trainer {given['name']}"
         yield at(document, "/dtype", "RL215", message, "use bf16 or fp32")
-    if "template" in given and not (document.path.parent / given["template"]).is_file():
+    named = given.get("template", "")
+    if named and not common.PLACEHOLDER.search(named) and not (document.path.parent / named).is_file():
         message = f"there is no template {given['template']}"
         yield at(document, "/trainer/template", "RL222", message, "paths are relative to the spec's folder")
     if "{run_file}" in given.get("command", []) and "template" not in given:

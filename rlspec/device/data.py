@@ -22,6 +22,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -279,7 +280,9 @@ def main(arguments: Sequence[str] | None = None, out: IO[str] = sys.stdout, err:
         _refuse_occupied(given.output)
         manifest = prepare(texts, given.output, _tokenizer(given.tokenizer, given.end, texts, given.output))
     except (ValueError, OSError) as error:
-        print(f"prepare: {error}", file=err)
+        with suppress(OSError):
+            given.output.rmdir()  # only if nothing is in it
+        print(f"error: {error}", file=err)
         return 2
     json.dump({"folder": str(given.output), **manifest}, out, indent=2)
     out.write("\n")

@@ -117,7 +117,7 @@ def near_ties(plain, job) -> str:
         found.append(torch.cat(margins))
     moved = max((found[0] - other).abs().max().item() for other in found[1:])
     smallest = found[0].min().item()
-    return f"smallest router margin of {len(found[0])} is {smallest:.2g}; rounding moves a margin by {moved:.2g} at most"
+    return f"smallest router margin of {len(found[0])}: {smallest:.2g}; rounding moves a margin by {moved:.2g} at most"
 
 
 def false_alarms(given: argparse.Namespace) -> bool:

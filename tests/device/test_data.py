@@ -335,7 +335,7 @@ def test_the_command(tmp_path):
 def test_the_command_refuses_a_bad_tokenizer(tmp_path, tokenizer):
     err = io.StringIO()
     assert data.main(["prepare", "--output", str(tmp_path / "made"), "--tokenizer", tokenizer], err, err) == 2
-    assert err.getvalue().startswith("prepare: ")
+    assert err.getvalue().startswith("error: ") and not (tmp_path / "made").exists()
 
 
 def test_data_needs_no_torch(tmp_path):
