@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
+import yaml
 
 from tests.tiny import rlspec, training
 
@@ -60,8 +60,20 @@ def test_a_pattern_names_its_metrics(here):
     assert done.code == 0 and "drift nll" in done.out
 
 
-def test_a_thing_compared_with_itself_and_other_settings_are_said(here, monkeypatch):
-    path = training(here / "a", arms=[{"name": "base0", "role": "base", "environment": {"X": "1"}},
-                                      {"name": "base1", "role": "base"}, {"name": "feat0", "role": "feature"}])  # fmt: skip
-    assert "feat0 runs what base1 runs: this compares the code with itself" in rlspec("run", path).out
-    assert "OMP_NUM_THREADS" not in os.environ
+def test_a_thing_compared_with_itself_is_said(here):
+    base0 = {"name": "base0", "role": "base", "environment": {"X": "1"}}
+    arms = [base0, {"name": "base1", "role": "base"}, {"name": "feat0", "role": "feature"}]
+    done = rlspec("run", training(here / "a", arms=arms))
+    assert "feat0 runs what base1 runs: this compares the code with itself" in done.out
+
+
+def test_settings_that_differ_undeclared_are_said(here, monkeypatch):
+    path = training(here / "a")
+    change = {"trainer": {**yaml.safe_load(path.read_text())["trainer"], "command": ["{python}", "{run_file}"]}}
+    path = training(here / "a", **change)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    rlspec("run", path)
+    run = next((here / "workspace").glob("*/*/2*"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    done = rlspec("run", path, "--from", run.name, "--arm", "feat0")
+    assert "OMP_NUM_THREADS differed: base0 1, base1 1, feat0 3" in done.out
