@@ -83,13 +83,24 @@ def model(name: str, near: Path) -> dict[str, Any]:
     return dict(data)
 
 
-def _from_config(path: Path) -> dict[str, Any]:
+def whole(name: str, near: Path) -> dict[str, Any]:
+    """What a template gets of a model: a model entry, or a config.json with all its keys. Raises SpecError."""
+    path = find("models", name, near)
+    return _config(path) if path is not None and path.suffix == ".json" else model(name, near)
+
+
+def _config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SpecError(f"{path}: not a readable config.json: {error}") from None
     if not isinstance(config, dict):
         raise SpecError(f"{path}: a config.json holds one object")
+    return config
+
+
+def _from_config(path: Path) -> dict[str, Any]:
+    config = _config(path)
     fields: dict[str, Any] = {ours: config[theirs] for theirs, ours in _HUGGINGFACE.items() if theirs in config}
     for key in _EXPERTS:
         if key in config:

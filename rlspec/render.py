@@ -65,7 +65,7 @@ def context(spec: Spec) -> dict[str, Any]:
     folder = spec.path.parent.resolve()
     return {
         "kind": spec.kind,
-        "model": catalog.model(spec.data["model"], spec.path.parent),
+        "model": catalog.whole(spec.data["model"], spec.path.parent),
         "mesh": {axis: getattr(spec.mesh, axis) for axis in ("pp", "dp", "cp", "ep")},
         "world_size": spec.launch.world_size,
         "sequence_length": spec.sequence_length,

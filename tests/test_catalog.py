@@ -85,3 +85,13 @@ def test_a_file_that_is_no_yaml(own):
     (own / "models" / "mine.yaml").write_text("a: [")
     with pytest.raises(SpecError, match="mine.yaml:"):
         catalog.model("mine", own)
+
+
+def test_a_template_gets_the_whole_config(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "rope_theta": 1e6, "num_hidden_layers": 2}')
+    assert catalog.whole("./config.json", tmp_path) == {
+        "model_type": "qwen3",
+        "rope_theta": 1e6,
+        "num_hidden_layers": 2,
+    }
+    assert catalog.whole("qwen3-8b", tmp_path)["layers"] == 36

@@ -173,3 +173,10 @@ def test_routing_flips_are_told_apart(tmp_path: Path) -> None:
     assert (told["tokens"], told["flips"]) == (256, 30)
     assert told["max_abs_dlogp_without_flips"] == pytest.approx(0.01)
     assert hint(got, "routing: 30 of 256 tokens went to other experts; max |d| of the others is 0.01")
+
+
+def test_constants_on_both_sides_are_an_error(tmp_path: Path) -> None:
+    train = [("a", position, 1, -1.0) for position in range(4)]
+    got = compared(tmp_path, train, lambda at, token: token[3])
+    assert statuses(got) == " ".join(["ERROR"] * 5)
+    assert "cannot fail" in got["max_abs_dlogp"].reason
