@@ -252,16 +252,11 @@ def _spec_of(source: Source) -> Spec:
     if source.kind != "parity":
         reader = {"name": source.reader, **({"pattern": source.pattern} if source.pattern else {})}
         trainer = {"name": "command", "command": ["{python}"], "reader": reader}
-        data |= {"model": "any", "mesh": {}, "trainer": trainer}
+        data |= {"mesh": {}, "trainer": trainer}
     if source.metrics and source.kind == "correctness":
         data["judgments"] = [{"check": "drift", "metric": metric} for metric in source.metrics]
-    return _parse_any(source.kind, data)
-
-
-def _parse_any(kind: str, data: dict[str, Any]) -> Spec:
-    document = Document(path=Path("logs"), data={**data, "model": "qwen3-8b"}, keys={}, values={}, digest="")
-    spec = CHECKS[kind].parse(document)
-    return dataclasses.replace(spec, name="logs", model="", data=data)
+    document = Document(path=Path("logs"), data=data, keys={}, values={}, digest="")
+    return dataclasses.replace(CHECKS[source.kind].parse(document), name="logs")
 
 
 def _read_results(spec: Spec, source: Source, arms: Sequence[tuple[Arm, Path]]) -> Iterator[Result]:

@@ -46,7 +46,7 @@ def mesh_problem(pp: int, cp: int, ep: int, world: int) -> str | None:
 
 
 def tag(spec: Spec) -> str:
-    """Every dimension that a result depends on, defaults included."""
+    """Mesh, length and dtype, defaults included, and a mark where the settings leave the fixture of the kind."""
     if spec.trainer is None:
         return ""
     parts = [f"{axis}{getattr(spec.mesh, axis)}" for axis in ("pp", "dp", "cp", "ep")]

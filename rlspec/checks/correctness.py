@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 from rlspec import drift, plan
 from rlspec.checks import training
 from rlspec.contract import Contract
-from rlspec.model import Arm, Document, Judgment, Problem, Result, Spec, Step, Verdict
+from rlspec.model import Arm, Judgment, Result, Spec, Verdict
 
-
-def lint(document: Document, broken: Iterable[str]) -> list[Problem]:
-    return training.lint(document, broken)
-
-
-def parse(document: Document) -> Spec:
-    return training.parse(document)
-
-
-def expand(spec: Spec, workspace: Path, logging: Path) -> tuple[Step, ...]:
-    return plan.steps(spec, workspace, logging)
+lint, parse, expand = training.lint, training.parse, plan.steps
 
 
 def judge(spec: Spec, results: Sequence[Result], contract: Contract) -> list[Verdict]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rlspec import dlogp, plan
 from rlspec.checks import common
 from rlspec.contract import Contract
-from rlspec.model import Arm, Document, Judgment, Problem, Result, Spec, Step, Verdict
+from rlspec.model import Arm, Document, Judgment, Problem, Result, Spec, Verdict
 
 
 def sides(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -71,8 +70,7 @@ def _arm(given: dict[str, Any]) -> Arm:
     return Arm(**{**given, "command": tuple(given.get("command", ()))})
 
 
-def expand(spec: Spec, workspace: Path, logging: Path) -> tuple[Step, ...]:
-    return plan.steps(spec, workspace, logging)
+expand = plan.steps
 
 
 def judge(spec: Spec, results: Sequence[Result], contract: Contract) -> list[Verdict]:

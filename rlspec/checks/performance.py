@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from rlspec import plan, timing
 from rlspec.checks import training
 from rlspec.contract import Contract
 from rlspec.logs import READERS
-from rlspec.model import Arm, Document, Problem, Result, Spec, Step, Verdict
+from rlspec.model import Arm, Result, Spec, Verdict
 
-
-def lint(document: Document, broken: Iterable[str]) -> list[Problem]:
-    return training.lint(document, broken)
-
-
-def parse(document: Document) -> Spec:
-    return training.parse(document)
-
-
-def expand(spec: Spec, workspace: Path, logging: Path) -> tuple[Step, ...]:
-    return plan.steps(spec, workspace, logging)
+lint, parse, expand = training.lint, training.parse, plan.steps
 
 
 def judge(spec: Spec, results: Sequence[Result], contract: Contract) -> list[Verdict]:
@@ -38,7 +27,7 @@ def judge(spec: Spec, results: Sequence[Result], contract: Contract) -> list[Ver
     asked = "judgments" in spec.data
     verdicts, absent = [], []
     for judgment in spec.judgments:
-        metric, factor = metric_of(spec, judgment.check, printed)
+        metric, factor = metric_of(spec, judgment.check)
         if metric not in printed and not asked:
             absent.append(judgment.check)
             continue
@@ -51,13 +40,10 @@ def judge(spec: Spec, results: Sequence[Result], contract: Contract) -> list[Ver
     return verdicts or [_nothing(spec)]
 
 
-def metric_of(spec: Spec, check: str, printed: Iterable[str]) -> tuple[str, float]:
+def metric_of(spec: Spec, check: str) -> tuple[str, float]:
     """The trainer's name of a figure, and the factor to its unit."""
     assert spec.trainer is not None
-    found = READERS[spec.trainer.reader].timing.get(check)
-    if isinstance(found, tuple) and found[0] in set(printed):
-        return found
-    return found or (check, 1.0)
+    return READERS[spec.trainer.reader].timing.get(check, (check, 1.0))
 
 
 def _nothing(spec: Spec) -> Verdict:

@@ -339,7 +339,7 @@ def parse(document: Document) -> Spec:
     repository = folder / data["repository"] if "repository" in data else None
     return Spec(
         **common.shared(document),
-        model=catalog.model(data["model"], folder)["name"],
+        model=catalog.model(data["model"], folder)["name"] if "model" in data else "",
         mesh=plan.mesh(data["mesh"], how.world_size),
         sequence_length=data.get("sequence_length", 2048),
         dtype=data.get("dtype", "bf16"),

@@ -55,6 +55,8 @@ def main(run_file: str, config: Mapping[str, Any]) -> None:
 def find_arm(run_file: Path) -> Mapping[str, Any]:
     """The arm whose stem is the run file's, from the plan.json beside it."""
     plan = run_file.with_name("plan.json")
+    if not plan.is_file():
+        raise ValueError(f"{plan} is missing: `rlspec run` writes it beside its run files, and arms differ in it alone")
     arms: list[dict[str, Any]] = json.loads(plan.read_text(encoding="utf-8"))["arms"]
     for arm in arms:
         if arm["stem"] == run_file.stem:
