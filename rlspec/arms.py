@@ -113,11 +113,7 @@ def _execute(session: Session, step: Step) -> dict[str, Any]:
     observed = session.folder.workspace / f"{step.stem}.observed"
     shutil.rmtree(observed, ignore_errors=True)
     observed.mkdir()
-    inherited = {name: value for name, value in os.environ.items() if name not in repository.REDIRECTS}
-    environment = {**inherited, **provenance.environment(tree, observed, inherited, step.environment)}
-    if tree is None and spec.trainer is not None and TRAINERS[spec.trainer.name].own_records:
-        environment["PYTHONPATH"] += f"{os.pathsep}{PACKAGE.parent}"  # run from a checkout, rlspec is not installed
-    environment["RLSPEC_RECORDS"] = str(step.records)  # beside the earlier ones where an arm is tried again
+    environment = _environment(spec, step, tree, observed)
     cwd = tree or (spec.repository or spec.path.parent).resolve()
     if broken := _build(session, step, cwd, environment):
         shutil.rmtree(observed, ignore_errors=True)
@@ -150,6 +146,23 @@ def _execute(session: Session, step: Step) -> dict[str, Any]:
         )
         shutil.rmtree(observed, ignore_errors=True)
     progress.end("done" if outcome.reason is None else "failed")
+    return _state_after(session, step, tree, outcome, seen, started)
+
+
+def _environment(spec: Spec, step: Step, tree: Path | None, observed: Path) -> dict[str, str]:
+    """The whole environment of an arm: the user's, what observes it, and what the arm declares."""
+    inherited = {name: value for name, value in os.environ.items() if name not in repository.REDIRECTS}
+    environment = {**inherited, **provenance.environment(tree, observed, inherited, step.environment)}
+    if tree is None and spec.trainer is not None and TRAINERS[spec.trainer.name].own_records:
+        environment["PYTHONPATH"] += f"{os.pathsep}{PACKAGE.parent}"  # run from a checkout, rlspec is not installed
+    environment["RLSPEC_RECORDS"] = str(step.records)  # beside the earlier ones where an arm is tried again
+    return environment
+
+
+def _state_after(
+    session: Session, step: Step, tree: Path | None, outcome: launch.Outcome, seen: dict[str, Any], started: str
+) -> dict[str, Any]:
+    """What an arm that has ended comes to: done, or failed with the reason and the end of its log."""
     state = state_of(
         step,
         "done",
@@ -165,7 +178,7 @@ def _execute(session: Session, step: Step) -> dict[str, Any]:
     )
     reason = _explain(outcome, step) or _broken_provenance(session, step, tree, seen)
     if reason is None:
-        reason = _collect_records(spec, step, state)
+        reason = _collect_records(session.spec, step, state)
     if reason is not None:
         cause = (outcome.traceback or "").splitlines()[-6:]
         state.update(status="failed", reason=reason, tail=cause or list(outcome.tail))
