@@ -136,11 +136,16 @@ def test_dicts_without_a_step_are_counted() -> None:
 
 
 def test_progress_survives_weird_bytes_and_a_closed_stream() -> None:
-    progress = Progress("a", None, io.StringIO())
+    weird = io.StringIO()
+    progress = Progress("a", None, weird)
     for line in (b"", b"\xff\xfe step \xff/3 loss", bytes(range(256)) * 100, b"loss: 1e999999", b"step: 0/0 loss inf"):
         progress.feed(line)
+    progress.end("done")
+    assert weird.getvalue().replace("\n", "").isprintable()
+    assert weird.getvalue().endswith("done\n")
     stream = io.StringIO()
     broken = Progress("a", 3, stream, every=0.0)
     stream.close()
     broken.feed(b"step 1/3")
     broken.end("done")
+    assert stream.closed

@@ -104,6 +104,7 @@ def ids(*shape, seed=0):
 def close(got, want):
     """Both fp64 and a few products deep: 1e-11 is far above their rounding and far below any change of meaning."""
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    return True
 
 
 # transformers
@@ -293,12 +294,12 @@ def test_layouts_and_chunks_give_what_single_samples_give(kind, implementation, 
     out = decoder(grid, targets=targets, spans=spans, chunk_size=chunk_size)
     got = [out.logprobs[row, start : start + length] for row, start, length in spans]
     for here, there in zip(got, want, strict=True):
-        close(here, there)
+        assert close(here, there)
     for here, there in zip(torch.autograd.grad(torch.cat(got).sum(), list(decoder.parameters())), wanted, strict=True):
-        close(here, there)
+        assert close(here, there)
     if kind == "sparse":
         assert torch.equal(out.router.counts, torch.cat([each.counts for each in statistics], 1))
-        close(out.router.probability_sums, torch.cat([each.probability_sums for each in statistics], 1))
+        assert close(out.router.probability_sums, torch.cat([each.probability_sums for each in statistics], 1))
         assert out.router.tokens == LENGTHS
 
 
@@ -340,7 +341,7 @@ def test_prefill_and_decode_through_a_cache_give_the_whole(kind, implementation)
         want = decoder(tokens).logits
         pieces = [tokens[:, :4], tokens[:, 4:7], *tokens[:, 7:].split(1, 1)]
         got = torch.cat([decoder(piece, cache=cache).logits for piece in pieces], 1)
-    close(got, want)
+    assert close(got, want)
 
 
 def test_positions_can_be_given():
@@ -362,7 +363,7 @@ def test_force_balanced_routing_loads_all_experts_alike():
     assert not (decoder(tokens).router.counts == 4).all()
     share = router.counts.sum(1) / router.counts.sum((1, 2))[:, None]
     loss = 8 * (share * router.probability_sums.sum(1) / sum(router.tokens)).sum(-1)
-    close(loss, torch.ones(3, dtype=torch.float64))
+    assert close(loss, torch.ones(3, dtype=torch.float64))
     chosen = {}
     decoder(tokens, force_balanced=True, capture=lambda node, tensor: chosen.setdefault(node.name, tensor))
     experts = chosen["mlp.gate.choice"]
@@ -374,7 +375,7 @@ def test_force_balanced_routing_does_not_depend_on_chunks():
     decoder, tokens = build(SPARSE), ids(2, 16)
     whole, cut = (decoder(tokens, force_balanced=True, chunk_size=size) for size in (None, 5))
     assert torch.equal(whole.router.counts, cut.router.counts)
-    close(cut.logits, whole.logits)
+    assert close(cut.logits, whole.logits)
 
 
 # Capture and the door
@@ -399,7 +400,7 @@ def test_capture_sees_every_operator_in_order_and_by_token():
 
     decoder(tokens, targets=tokens, chunk_size=4, capture=lambda node, x: pieces.setdefault(node[:3], []).append(x))
     for node, tensor in seen:
-        close(torch.cat(pieces[node[:3]], 1), tensor)
+        assert close(torch.cat(pieces[node[:3]], 1), tensor)
 
 
 def test_dense_capture_names_the_activation():

@@ -20,6 +20,7 @@ NARROW = torch.bfloat16
 def close(got, want):
     """Sums of at most a few hundred fp64 terms of size one: 1e-12 is four digits above their rounding."""
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    return True
 
 
 def normal(*shape, seed=0, dtype=torch.float64):
@@ -114,7 +115,7 @@ def test_rms_norm(ops):
     want = torch.stack([row / math.sqrt(sum(v * v for v in row.tolist()) / 16 + 1e-2) * weight for row in x])
     for name in ("rms_norm", "qk_norm"):
         for early in (False, True):
-            close(getattr(ops, name)(x, weight, eps=1e-2, round_before_weight=early), want)
+            assert close(getattr(ops, name)(x, weight, eps=1e-2, round_before_weight=early), want)
 
 
 def test_rms_norm_roundings_differ_where_they_should(ops):
@@ -130,7 +131,7 @@ def test_rms_norm_roundings_differ_where_they_should(ops):
 def test_rope_is_a_complex_rotation(ops):
     x, angles = normal(2, 5, 3, 8), normal(2, 5, 4, seed=1)
     pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles).unsqueeze(-2)
-    close(ops.rope(x, angles.cos(), angles.sin()), torch.cat((pairs.real, pairs.imag), -1))
+    assert close(ops.rope(x, angles.cos(), angles.sin()), torch.cat((pairs.real, pairs.imag), -1))
 
 
 def test_attention_by_scalar_loops(ops):
@@ -142,18 +143,18 @@ def test_attention_by_scalar_loops(ops):
             weights = [math.exp(0.3 * float(q[0, t, head] @ k[0, s, pair])) for s in range(t + 1)]
             for s in range(t + 1):
                 want[0, t, head] += weights[s] / sum(weights) * v[0, s, pair]
-    close(ops.attention(q, k, v, whole(1, 3), scale=0.3), want)
+    assert close(ops.attention(q, k, v, whole(1, 3), scale=0.3), want)
 
 
 def test_small_operators(ops):
     x, y, w = normal(4, 6), normal(4, 6, seed=1), normal(5, 6, seed=2)
-    close(ops.det_gemm(x, w), torch.einsum("ik,nk->in", x, w))
-    close(ops.lm_head(x, w, out_dtype=torch.float64), torch.einsum("ik,nk->in", x, w))
-    close(ops.silu(x), x / (1 + torch.exp(-x)))
-    close(ops.swiglu(x, y), x / (1 + torch.exp(-x)) * y)
-    close(ops.residual_add(x, y), x + y)
+    assert close(ops.det_gemm(x, w), torch.einsum("ik,nk->in", x, w))
+    assert close(ops.lm_head(x, w, out_dtype=torch.float64), torch.einsum("ik,nk->in", x, w))
+    assert close(ops.silu(x), x / (1 + torch.exp(-x)))
+    assert close(ops.swiglu(x, y), x / (1 + torch.exp(-x)) * y)
+    assert close(ops.residual_add(x, y), x + y)
     targets = torch.tensor([0, 5, 3, 3])
-    close(ops.logprob(x, targets), torch.log(torch.exp(x)[range(4), targets] / torch.exp(x).sum(-1)))
+    assert close(ops.logprob(x, targets), torch.log(torch.exp(x)[range(4), targets] / torch.exp(x).sum(-1)))
 
 
 def test_logprob_of_a_target_outside_raises(ops):
@@ -174,9 +175,9 @@ def test_router(ops):
     for normalise in (True, False):
         routing = route(ops, x, weight, normalise=normalise)
         assert routing.experts.tolist() == best
-        close(routing.probabilities, scores)
+        assert close(routing.probabilities, scores)
         chosen = scores.gather(-1, routing.experts)
-        close(routing.weights, chosen / chosen.sum(-1, keepdim=True) if normalise else chosen)
+        assert close(routing.weights, chosen / chosen.sum(-1, keepdim=True) if normalise else chosen)
 
 
 def test_router_takes_a_choice(ops):
@@ -184,7 +185,7 @@ def test_router_takes_a_choice(ops):
     choice = torch.tensor([[0, 1], [4, 0], [2, 3]])
     routing = route(ops, x, weight, choice=choice, normalise=False)
     assert torch.equal(routing.experts, choice)
-    close(routing.weights, routing.probabilities.gather(-1, choice))
+    assert close(routing.weights, routing.probabilities.gather(-1, choice))
 
 
 def test_router_of_equal_scores_takes_the_lower_expert_first():
@@ -205,7 +206,7 @@ def test_experts_by_loops(ops):
         sum(weights[n, j] * (second[e] @ (first[e] @ tokens[n])) for j, e in enumerate(experts[n].tolist()))
         for n in range(6)
     ])  # fmt: skip
-    close(ops.combine(rows, weights, dispatch), want)
+    assert close(ops.combine(rows, weights, dispatch), want)
 
 
 def test_dispatch_orders_by_expert_then_token():
@@ -262,7 +263,7 @@ def test_gradients_of_torch_are_those_of_the_reference(operator):
         results.append((out.detach(), *torch.autograd.grad(out, inputs, upstream)))
     for got, want in zip(*results, strict=True):
         assert want.abs().sum() > 0
-        close(got, want)
+        assert close(got, want)
 
 
 @pytest.mark.parametrize("operator", CATALOGUE)
@@ -362,7 +363,7 @@ def test_torch_attention_agrees_in_every_layout(layout):
     grids = grid_of(parts, places, rows, width)
     here = placed(places, (5, 7, 3), rows, width)
     got, want = (Operators(name).attention(*grids, here, scale=0.3) for name in ("torch", "reference"))
-    close(got, want)
+    assert close(got, want)
 
 
 def test_attention_over_earlier_keys(ops):
@@ -371,7 +372,7 @@ def test_attention_over_earlier_keys(ops):
     full = ops.attention(q, k, v, whole(1, 9), scale=0.3)
     for first in (1, 4, 8):
         part = segments([(0, 0, 9 - first, 0, 9)], 1, 9 - first, 9)
-        close(ops.attention(q[:, first:], k, v, part, scale=0.3), full[:, first:])
+        assert close(ops.attention(q[:, first:], k, v, part, scale=0.3), full[:, first:])
     wrong = ops.attention(other, k, v, whole(1, 9), scale=0.3)
     assert not torch.allclose(wrong, full)
 
