@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlspec import catalog, document, schema
-from rlspec.checks import CHECKS, common, training
+from rlspec.checks import CHECKS, common, training_rules
 from rlspec.errors import SpecError
 from rlspec.model import Document, Problem
 
@@ -55,7 +55,7 @@ def lint(paths: Iterable[Path], overrides: Sequence[str] = ()) -> tuple[list[Doc
         problems += found
     broken = {problem.path for problem in problems if problem.severity == "error"}
     sound = [spec for spec in specs if spec.path not in broken]
-    problems += training.across([spec for spec in sound if spec.data["kind"] in ("correctness", "performance")])
+    problems += training_rules.across([spec for spec in sound if spec.data["kind"] in ("correctness", "performance")])
     return sound, sorted(problems, key=lambda p: (str(p.path), p.line, p.column, p.rule))
 
 

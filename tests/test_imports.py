@@ -26,6 +26,7 @@ ROWS = (
     {"drift"},
     {"checks.common"},
     {"checks.training"},
+    {"checks.training_rules"},
     {"checks.correctness", "checks.performance", "checks.parity"},
     {"checks"},
     {"linting", "render", "launch", "repository", "provenance"},

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from rlspec import drift, plan
-from rlspec.checks import training
+from rlspec.checks import training, training_rules
 from rlspec.contract import Contract
 from rlspec.model import Arm, Judgment, Result, Spec, Verdict
 
-lint, parse, expand = training.lint, training.parse, plan.steps
+lint, parse, expand = training_rules.lint, training.parse, plan.steps
 
 
 def judge(spec: Spec, results: Sequence[Result], contract: Contract) -> list[Verdict]:

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from rlspec import plan, timing
-from rlspec.checks import training
+from rlspec.checks import training, training_rules
 from rlspec.contract import Contract
 from rlspec.logs import READERS
 from rlspec.model import Arm, Result, Spec, Verdict
 
-lint, parse, expand = training.lint, training.parse, plan.steps
+lint, parse, expand = training_rules.lint, training.parse, plan.steps
 
 
 def judge(spec: Spec, results: Sequence[Result], contract: Contract) -> list[Verdict]:
