@@ -153,7 +153,8 @@ def _environment(spec: Spec, step: Step, tree: Path | None, observed: Path) -> d
     """The whole environment of an arm: the user's, what observes it, and what the arm declares."""
     inherited = {name: value for name, value in os.environ.items() if name not in repository.REDIRECTS}
     environment = {**inherited, **provenance.environment(tree, observed, inherited, step.environment)}
-    if tree is None and spec.trainer is not None and TRAINERS[spec.trainer.name].own_records:
+    ours = spec.template is not None or (spec.trainer is not None and TRAINERS[spec.trainer.name].own_records)
+    if tree is None and ours:
         environment["PYTHONPATH"] += f"{os.pathsep}{PACKAGE.parent}"  # run from a checkout, rlspec is not installed
     environment["RLSPEC_RECORDS"] = str(step.records)  # beside the earlier ones where an arm is tried again
     return environment

@@ -1,4 +1,4 @@
-"""The data that specs name: models and contracts, the user's own first, then the shipped ones."""
+"""The data that specs name: models, workloads and contracts, the user's own first, then the shipped ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlspec.model import Problem
 
 SHIPPED = Path(__file__).parent / "specs"
 FOLDERS = ("models", "workloads", "contracts")
-SCHEMAS = {"models": "model", "contracts": "contract"}
+SCHEMAS = {"models": "model", "workloads": "workload", "contracts": "contract"}
 _HUGGINGFACE = {
     "num_hidden_layers": "layers",
     "hidden_size": "hidden_size",
@@ -77,6 +77,18 @@ def model(name: str, near: Path) -> dict[str, Any]:
     if path.suffix == ".json":
         return _from_config(path)
     data, problems = checked("models", path)
+    if problems:
+        first = problems[0]
+        raise SpecError(f"{first.path}:{first.line}:{first.column}: {first.message}")
+    return dict(data)
+
+
+def workload(name: str, near: Path) -> dict[str, Any]:
+    """The workload called `name`, or at that path, as plain data. Raises SpecError."""
+    path = find("workloads", name, near)
+    if path is None:
+        raise SpecError(f"unknown workload {name!r}; {schema.suggestion(name, entries('workloads', near))}")
+    data, problems = checked("workloads", path)
     if problems:
         first = problems[0]
         raise SpecError(f"{first.path}:{first.line}:{first.column}: {first.message}")

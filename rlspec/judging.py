@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlspec import contract as contracts
-from rlspec import logs, pipeline, runs, schema
+from rlspec import cells, logs, pipeline, runs, schema, workloads
 from rlspec.arms import state_of
 from rlspec.checks import CHECKS
 from rlspec.errors import RunError, SpecError
@@ -86,6 +86,8 @@ def _again(path: Path, contract: str | None) -> dict[str, Any]:
 def _from_report(path: Path, contract: str | None) -> dict[str, Any]:
     made = runs.given(path, "report")
     source, run = made.get("source"), made["run"]
+    if made.get("measured"):
+        return _from_measured(path, made, contract)
     if source is None:
         if run and (Path(run["folder"]) / "plan.json").is_file():
             return rejudge(runs.find(Path.cwd(), run["folder"]), contract)
@@ -160,16 +162,8 @@ def _distinct(paths: Sequence[Path]) -> None:
 def rejudge(folder: runs.Folder, contract_name: str | None = None) -> dict[str, Any]:
     """Judge a finished run again from its records. Raises SpecError or RunError."""
     planned = runs.load(folder.plan, "plan")
-    path = Path(planned["spec"]["path"])
-    document = Document(path=path, data=planned["spec"]["data"], keys={}, values={}, digest=planned["spec"]["digest"])
-    spec = pipeline.with_added(CHECKS[planned["kind"]].parse(document), planned)
-    given = planned["contract"]
-    if contract_name:
-        contract = contracts.load(contract_name, Path.cwd())
-    else:
-        contract = contracts.from_rows(given["name"], given["rows"])
-        if contract.digest != given["digest"]:
-            raise RunError(f"{folder.plan}: the contract's rows do not have the digest that stands beside them")
+    spec = pipeline.with_added(_planned_spec(planned), planned)
+    contract = _planned_contract(folder.plan, planned, contract_name)
     steps = CHECKS[spec.kind].expand(spec, folder.workspace, folder.logging)
     by_name = {arm["name"]: arm for arm in planned["arms"]}
     states: dict[str, dict[str, Any]] = {}
@@ -180,8 +174,51 @@ def rejudge(folder: runs.Folder, contract_name: str | None = None) -> dict[str, 
         elif not step.argv:
             states[step.arm.name] = state_of(step, "done")
     steps = tuple(dataclasses.replace(s, commit=by_name[s.arm.name].get("commit")) for s in steps)
-    report = build(spec, contract, steps, states, pipeline.judge_states(spec, contract, steps, states), folder)
+    made = pipeline.judge_states(spec, contract, steps, states)
+    report = build(spec, contract, steps, states, made, folder, pipeline.results_of(spec, steps, states))
     report["overrides"] = planned.get("overrides", [])
+    return report
+
+
+def _planned_spec(planned: Mapping[str, Any]) -> Spec:
+    """The spec of a plan or report, with the workload and the operators that it had then."""
+    given, data = planned["spec"], dict(planned["spec"]["data"])
+    if planned.get("workload"):
+        workload = planned["workload"]
+        data |= {"workload": workload.get("data", workload), "operators": planned["operators"]}
+    document = Document(path=Path(given["path"]), data=data, keys={}, values={}, digest=given["digest"])
+    return CHECKS[planned["kind"]].parse(document)
+
+
+def _planned_contract(path: Path, planned: Mapping[str, Any], name: str | None) -> contracts.Contract:
+    if name:
+        return contracts.load(name, Path.cwd())
+    given = planned["contract"]
+    contract = contracts.from_rows(given["name"], given["rows"], given.get("cannot_fail", "note"))
+    if contract.digest != given["digest"]:
+        raise RunError(f"{path}: the contract's rows do not have the digest that stands beside them")
+    return contract
+
+
+def _from_measured(path: Path, given: dict[str, Any], contract_name: str | None) -> dict[str, Any]:
+    """Judge the cells of a report again, from the numbers in it. Raises RunError if they were touched."""
+    if cells.seal(given["measured"]) != given["seal"]:
+        raise RunError(f"{path}: what was measured has been edited since: it does not have the seal beside it")
+    workload = given["workload"]
+    if workloads.digest(workload["data"]) != workload["digest"]:
+        raise RunError(f"{path}: the workload has been edited since: it does not have the digest beside it")
+    spec, contract = _planned_spec(given), _planned_contract(path, given, contract_name)
+    reasons = {arm["name"]: arm["reason"] for arm in given["arms"]}
+    results = [
+        Result(arm=arm, records=path, measured=given["measured"].get(arm.name), failure=reasons.get(arm.name))
+        for arm in spec.arms
+    ]
+    made = CHECKS[spec.kind].judge(spec, results, contract)
+    report = build(spec, contract, (), {}, made, None, results)
+    report |= {key: given[key] for key in ("arms", "run", "overrides", "spec")}
+    before = [(one["judgment"], one["subject"], one["status"]) for one in given["verdicts"]]
+    if before != [(one["judgment"], one["subject"], one["status"]) for one in report["verdicts"]]:
+        report["notes"].append(f"the verdicts are not those that stand in {path}")
     return report
 
 

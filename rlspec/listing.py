@@ -21,6 +21,10 @@ JUDGMENTS: dict[str, tuple[str, str]] = {
     "step_time": ("performance", "median seconds of the steps after the first; measured, never gated"),
     "throughput": ("performance", "median tokens per second of the steps after the first; measured, never gated"),
     "peak_memory": ("performance", "largest GiB over ranks and steps after the first; measured, never gated"),
+    "forward_accuracy": ("operators", "results against an fp32 or fp64 reference on the same inputs, by class of operator"),
+    "forward_invariance": ("operators", "results in every layout against those of one packed batch, equal to the bit"),
+    "gradient_accuracy": ("operators", "gradients against those of the reference, by class of operator"),
+    "gradient_invariance": ("operators", "gradients in every layout against those of one packed batch, equal to the bit"),
     "max_abs_dlogp": ("parity", "max |d| over all tokens, d = train − rollout log-prob"),
     "mean_abs_dlogp": ("parity", "mean |d| over all tokens"),
     "approx_kl": ("parity", "mean(exp d − 1 − d): an estimate of KL(rollout ‖ train) that is never negative"),
@@ -54,7 +58,11 @@ def _models(near: Path) -> list[tuple[str, ...]]:
 
 def _contracts(near: Path) -> list[tuple[str, ...]]:
     loaded = [(name, contract.load(name, near)) for name in sorted(catalog.entries("contracts", near))]
-    return [(name, f"{len(made.rows)} rows", made.digest[:12]) for name, made in loaded]
+    return [(name, f"{len(made.rows)} rows", made.digest[:12], _strictness(made)) for name, made in loaded]
+
+
+def _strictness(made: contract.Contract) -> str:
+    return "a limit that zeros pass is an ERROR" if made.cannot_fail == "error" else ""
 
 
 def _workloads(near: Path) -> list[tuple[str, ...]]:
@@ -121,9 +129,14 @@ def _rows(name: str, near: Path) -> list[Row]:
 
 def _row(row: Row) -> str:
     limits = ", ".join(f"{key} {value:g}" for key, value in row.limits.items()) or "none"
-    published = f"\n  published as {row.published_id}" if row.published_id else ""
-    reason = textwrap.fill(row.reason, 76, initial_indent="  ", subsequent_indent="  ")
-    return f"{row.id}: {row.status}, limits: {limits}{published}\n  source: {row.source} ({row.date})\n{reason}"
+    facts = [f"limits: {limits}", f"published as {row.published_id}" if row.published_id else ""]
+    facts += [f"source: {row.source}", f"date: {row.date}", row.reason]
+    return "\n".join([f"{row.id}: {row.status.replace('_', ' ')}", *(_indented(fact) for fact in facts if fact)])
+
+
+def _indented(text: str) -> str:
+    indent = "  "
+    return textwrap.fill(text, 80, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def doctor(paths: Sequence[Path]) -> str:

@@ -120,7 +120,7 @@ class Expect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A spec after lint: names resolved, defaults filled in."""
+    """A spec after lint: names resolved, defaults filled in. `template`: of the run files, where no trainer has one."""
 
     kind: str
     name: str
@@ -138,11 +138,17 @@ class Spec:
     trainer: Trainer | None = None
     launch: Launch = Launch()
     repository: Path | None = None
+    template: Path | None = None
+    workload: Mapping[str, Any] = field(default_factory=dict)
     isolation: Literal["worktree", "checkout"] = "worktree"
     build: tuple[tuple[str, ...], ...] = ()
     time_limit: float | None = None
     requires: Mapping[str, Any] = field(default_factory=dict)
     expect: Expect | None = None
+
+    @property
+    def run_template(self) -> Path | None:
+        return self.trainer.template if self.trainer else self.template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,11 +204,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How one arm ended: its Run (training kinds) or its file (parity), or why there is none."""
+    """How one arm ended: its Run (training kinds), its file (parity) or what it measured (operators), or why not."""
 
     arm: Arm
     records: Path
     run: Run | None = None
+    measured: Mapping[str, Any] | None = None
     failure: str | None = None
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import rlspec
-from rlspec import arms, launch, machine, plan, provenance, records, render, reports, repository, reuse, runs
+from rlspec import arms, cells, launch, machine, plan, provenance, records, render, reports, repository, reuse, runs
 from rlspec import contract as contracts
-from rlspec.checks import CHECKS, training
+from rlspec.checks import CHECKS, operators, training
 from rlspec.errors import RunError, SpecError
 from rlspec.model import Document, Result, Spec, Step, Verdict
 
@@ -47,8 +47,8 @@ def check(document: Document, options: arms.Options) -> tuple[Spec, contracts.Co
     blocked = machine.unmet(spec.requires)
     if not blocked:
         resolve_revisions(spec)
-        if spec.trainer is not None and spec.trainer.template is not None:
-            render.check(spec)
+        if spec.run_template is not None:
+            render.check(spec, contract)
     return spec, contract, blocked
 
 
@@ -174,7 +174,7 @@ def _filled(session: arms.Session, step: Step) -> Step:
 
 def _write_plan(session: arms.Session, steps: Sequence[Step]) -> None:
     spec, contract = session.spec, session.contract
-    digest = render.write(spec, steps)
+    digest = render.write(spec, steps, contract)
     named = {arm["name"] for arm in spec.data["arms"]}
     data = {
         "schema_version": 1,
@@ -188,8 +188,11 @@ def _write_plan(session: arms.Session, steps: Sequence[Step]) -> None:
         "contract": {
             "name": contract.name,
             "digest": contract.digest,
+            "cannot_fail": contract.cannot_fail,
             "rows": [contracts.plain(row) for row in contract.rows],
         },
+        "workload": dict(spec.workload) or None,
+        "operators": list(operators.chosen(spec)) if spec.workload else None,
         "arms": [
             {
                 "name": step.arm.name,
@@ -221,7 +224,15 @@ def _execute_all(session: arms.Session, steps: Sequence[Step]) -> dict[str, Any]
         session.say(f"{', '.join(failed)} failed; `rlspec run {session.spec.path} --retry-errors` tries again")
     if session.trees is not None:  # complete only now that the trees are undone
         session.notes += session.trees.notes
-    report = reports.build(session.spec, session.contract, steps, session.states, made, session.folder)
+    report = reports.build(
+        session.spec,
+        session.contract,
+        steps,
+        session.states,
+        made,
+        session.folder,
+        results_of(session.spec, steps, session.states),
+    )
     report["overrides"] = list(session.options.overrides)
     report["notes"] = session.notes + report["notes"]
     return report
@@ -295,8 +306,12 @@ def judge_states(
     spec: Spec, contract: contracts.Contract, steps: Sequence[Step], states: Mapping[str, Mapping[str, Any]]
 ) -> list[Verdict]:
     """Verdicts of a run from what its arms left on disk."""
-    results = [_result(spec, step, states.get(step.arm.name)) for step in steps]
-    return CHECKS[spec.kind].judge(spec, results, contract)
+    return CHECKS[spec.kind].judge(spec, results_of(spec, steps, states), contract)
+
+
+def results_of(spec: Spec, steps: Sequence[Step], states: Mapping[str, Mapping[str, Any]]) -> list[Result]:
+    """What the arms left on disk."""
+    return [_result(spec, step, states.get(step.arm.name)) for step in steps]
 
 
 def _result(spec: Spec, step: Step, state: Mapping[str, Any] | None) -> Result:
@@ -304,9 +319,11 @@ def _result(spec: Spec, step: Step, state: Mapping[str, Any] | None) -> Result:
         return Result(arm=step.arm, records=step.records, failure="it has not run")
     if state["status"] != "done":
         return Result(arm=step.arm, records=step.records, failure=str(state.get("reason")))
-    if spec.trainer is None:
+    if spec.trainer is None and not spec.workload:
         return Result(arm=step.arm, records=step.records)
     try:
+        if spec.workload:
+            return Result(arm=step.arm, records=step.records, measured=cells.read(step.records, step.arm.name))
         found = records.read(step.records, step.arm)
     except RunError as error:
         return Result(arm=step.arm, records=step.records, failure=str(error))
@@ -316,7 +333,11 @@ def _result(spec: Spec, step: Step, state: Mapping[str, Any] | None) -> Result:
 
 def _blocked(spec: Spec, contract: contracts.Contract, reasons: Sequence[str], options: arms.Options) -> dict[str, Any]:
     reason = "; ".join(reasons)
-    made = [Verdict(judgment=j.check, subject=j.metric or "*", status="BLOCKED", reason=reason) for j in spec.judgments]
+    category = {"category": "blocked_hardware"} if spec.workload else {}
+    made = [
+        Verdict(judgment=j.check, subject=j.metric or "*", status="BLOCKED", reason=reason, evidence=category)
+        for j in spec.judgments
+    ]
     report = reports.build(spec, contract, (), {}, made, None)
     report["overrides"] = list(options.overrides)
     return report

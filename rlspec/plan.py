@@ -46,7 +46,12 @@ def mesh_problem(pp: int, cp: int, ep: int, world: int) -> str | None:
 
 
 def tag(spec: Spec) -> str:
-    """Mesh, length and dtype, defaults included, and a mark where the settings leave the fixture of the kind."""
+    """Mesh, length and dtype, defaults included, and a mark where the settings leave the fixture of the kind.
+
+    Of operators: workload and dtype, which also keeps a run file from being named as a package that it imports.
+    """
+    if spec.workload:
+        return f"{spec.workload['name']}-{spec.dtype}"
     if spec.trainer is None:
         return ""
     parts = [f"{axis}{getattr(spec.mesh, axis)}" for axis in ("pp", "dp", "cp", "ep")]
@@ -73,13 +78,15 @@ def steps(spec: Spec, workspace: Path, logging: Path) -> tuple[Step, ...]:
 def step(spec: Spec, arm: Arm, workspace: Path, logging: Path) -> Step:
     spelled = tag(spec)
     stem = f"{spelled}-{arm.name}" if spelled else arm.name
-    template = spec.trainer.template if spec.trainer else None
+    template = spec.run_template
     suffix = run_file_suffix(template) if template else None
     run_file = workspace / f"{stem}{suffix}" if suffix else None
     records = workspace / f"{stem}.records.jsonl"
     if arm.records:
         records = (spec.path.parent / arm.records).resolve()
     command = arm.command or (spec.trainer.command if spec.trainer else ())
+    if spec.template is not None:
+        command = ("{python}", "{run_file}")
     return Step(
         tag=spelled,
         arm=arm,

@@ -8,8 +8,8 @@ from itertools import groupby
 from pathlib import Path
 
 from rlspec import contract as contracts
-from rlspec import launch, pipeline, plan, render, runs, schema
-from rlspec.checks import CHECKS, common, training
+from rlspec import launch, nodes, pipeline, plan, render, runs, schema, workloads
+from rlspec.checks import CHECKS, common, operators, training
 from rlspec.errors import SpecError
 from rlspec.model import Document, Judgment, Row, Spec, Step
 from rlspec.report.text import wrap
@@ -24,8 +24,8 @@ def text(document: Document, width: int = 80) -> str:
     spec = check.parse(document)
     contract = contracts.load(spec.contract, spec.path.parent)
     top, commits = pipeline.resolve_revisions(spec)
-    if spec.trainer is not None and spec.trainer.template is not None:
-        render.check(spec)
+    if spec.run_template is not None:
+        render.check(spec, contract)
     below = runs.below(spec.kind, spec.model) / f"{RUN}-{spec.path.stem}"
     steps = check.expand(spec, Path("workspace") / below, Path("logging") / below)
     blocks = [
@@ -62,6 +62,8 @@ def _resolved(spec: Spec, contract: contracts.Contract, top: Path | None, width:
             "settings": _flat(trainer.settings),
             "launch": f"{how.name}, {processes}",
         }
+    if spec.workload:
+        fields |= {"workload": _workload(spec), "operators": ", ".join(operators.chosen(spec))}
     fields |= {
         "time limit": f"{spec.data['time_limit']} an arm" if spec.time_limit else "",
         "requires": _flat(spec.requires),
@@ -74,6 +76,12 @@ def _resolved(spec: Spec, contract: contracts.Contract, top: Path | None, width:
         fields["note"] = reason
     for name, value in fields.items():
         yield from _field(name, value, width) if value else ()
+
+
+def _workload(spec: Spec) -> str:
+    made = workloads.of(spec.workload)
+    tiers = ", ".join(f"{tier.name} ({tier.tokens} tokens, {tier.active} active)" for tier in made.tiers)
+    return f"{made.name}, digest {made.digest[:12]}; {tiers}"
 
 
 def _flat(values: Mapping[str, object]) -> str:
@@ -123,6 +131,8 @@ def _title(judgment: Judgment) -> str:
 
 
 def _terms(judgment: Judgment, spec: Spec, contract: contracts.Contract) -> list[str]:
+    if spec.workload:
+        return _by_class(judgment, spec, contract)
     names = common.row_names({"check": judgment.check, "judge": judgment.judge})
     rows = [contract.resolve(name, judgment.metric or "*", spec.dtype) for name in names]
     lines = [f"{_limits(row)} ({row.id})" for row in rows]
@@ -133,6 +143,13 @@ def _terms(judgment: Judgment, spec: Spec, contract: contracts.Contract) -> list
         lines.append(f"{when} adds base runs, up to {judgment.max_base_runs} in all")
     lines.append(f"base runs equal to the bit, and the feature not: {judgment.zero_envelope.upper()}")
     return lines
+
+
+def _by_class(judgment: Judgment, spec: Spec, contract: contracts.Contract) -> list[str]:
+    families = sorted({nodes.NODES[name].family for name in operators.chosen(spec)})
+    rows = [contract.resolve(judgment.check, family, spec.dtype) for family in families]
+    lines = [f"{_limits(row)} ({row.id})" for row in rows]
+    return list(dict.fromkeys(lines))
 
 
 def _limits(row: Row) -> str:
@@ -210,10 +227,11 @@ def render_files(document: Document) -> list[Path]:
     check = CHECKS[document.data["kind"]]
     spec = check.parse(document)
     pipeline.startable(spec)
-    if spec.trainer is None or spec.trainer.template is None:
+    if spec.run_template is None:
         raise SpecError(f"{spec.path} has no run files: no template is named in it")
-    render.check(spec)
+    contract = contracts.load(spec.contract, spec.path.parent)
+    render.check(spec, contract)
     folder = runs.create(runs.root(Path.cwd().resolve()), spec.kind, spec.model, spec.path.stem)
     steps = check.expand(spec, folder.workspace, folder.logging)
-    render.write(spec, steps)
+    render.write(spec, steps, contract)
     return [step.run_file for step in steps if step.run_file is not None]

@@ -13,6 +13,8 @@ from jinja2 import StrictUndefined, TemplateError, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlspec import catalog
+from rlspec.checks import operators
+from rlspec.contract import Contract
 from rlspec.errors import SpecError
 from rlspec.model import Spec, Step
 
@@ -60,7 +62,7 @@ def _only_quoted(value: Any) -> str:
 
 
 def context(spec: Spec) -> dict[str, Any]:
-    """What a template can name."""
+    """What the template of a trainer can name."""
     assert spec.trainer is not None
     folder = spec.path.parent.resolve()
     return {
@@ -108,11 +110,11 @@ def _line_of(error: BaseException) -> int | None:
     return line
 
 
-def write(spec: Spec, steps: Sequence[Step]) -> str | None:
+def write(spec: Spec, steps: Sequence[Step], contract: Contract) -> str | None:
     """Write the run files of all steps; returns their common digest, or None if the spec has no template."""
-    if spec.trainer is None or spec.trainer.template is None:
+    if spec.run_template is None:
         return None
-    content = check(spec).encode()
+    content = check(spec, contract).encode()
     digest = hashlib.sha256(content).hexdigest()
     for step in steps:
         assert step.run_file is not None
@@ -123,11 +125,11 @@ def write(spec: Spec, steps: Sequence[Step]) -> str | None:
     return digest
 
 
-def check(spec: Spec) -> str:
+def check(spec: Spec, contract: Contract) -> str:
     """The rendered text, valid Python where its name says so. Raises SpecError."""
-    assert spec.trainer is not None and spec.trainer.template is not None
-    template = spec.trainer.template
-    made = text(template, context(spec))
+    template = spec.run_template
+    assert template is not None
+    made = text(template, context(spec) if spec.trainer else operators.context(spec, contract))
     if template.name.removesuffix(".j2").endswith(".py"):
         try:
             compile(made, str(template), "exec")

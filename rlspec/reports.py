@@ -10,8 +10,9 @@ from typing import Any
 
 import rlspec
 from rlspec import contract as contracts
-from rlspec import plan, runs, verdicts
-from rlspec.model import Row, Spec, Step, Verdict
+from rlspec import cells, plan, runs, verdicts, workloads
+from rlspec.checks import operators
+from rlspec.model import Result, Row, Spec, Step, Verdict
 
 
 def now() -> str:
@@ -35,6 +36,7 @@ def build(
     states: Mapping[str, Mapping[str, Any]],
     made: Sequence[Verdict],
     folder: runs.Folder | None,
+    results: Sequence[Result] = (),
 ) -> dict[str, Any]:
     """The report, as `schemas/report.schema.json` describes it."""
     statuses = [verdict.status for verdict in made]
@@ -62,7 +64,23 @@ def build(
         "counts": {"judged": sum(s not in ("ERROR", "BLOCKED") for s in statuses), "expected": len(statuses)},
         "notes": _remarks(steps, states),
     }
+    if spec.workload:
+        report |= _measured(spec, contract, results)
     return expected(spec, report)
+
+
+def _measured(spec: Spec, contract: contracts.Contract, results: Sequence[Result]) -> dict[str, Any]:
+    """All that the verdicts of cells can be derived from again, and a seal over what was measured."""
+    measured = {result.arm.name: result.measured for result in results}
+    rows = [{key: value for key, value in contracts.plain(row).items() if key != "id"} for row in contract.rows]
+    return {
+        "spec": {"path": str(spec.path), "digest": spec.digest, "data": dict(spec.data)},
+        "contract": {"name": contract.name, "digest": contract.digest, "cannot_fail": contract.cannot_fail, "rows": rows},
+        "workload": {"name": spec.workload["name"], "digest": workloads.digest(spec.workload), "data": dict(spec.workload)},
+        "operators": list(operators.chosen(spec)),
+        "measured": measured,
+        "seal": cells.seal(measured),
+    }
 
 
 def _remarks(steps: Sequence[Step], states: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -143,8 +161,12 @@ def expected(spec: Spec, report: dict[str, Any]) -> dict[str, Any]:
     for arm in report["arms"] if want.judgments else ():
         if arm["status"] in ("failed", "skipped"):  # no judgment that is named has been made
             problems.append(f"arm {arm['name']} {arm['status']}: {arm['reason']}")
-    if want.category is not None or want.at is not None:
-        problems.append("category and at are judged in kinds of a later version")
+    if want.category is not None:
+        found = {str(v["evidence"].get("category")) for v in report["verdicts"] if v["status"] == want.status}
+        if found != {want.category}:
+            problems.append(f"expected the category {want.category}, got {', '.join(sorted(found)) or 'none'}")
+    if want.at is not None:
+        problems.append("at is judged in kinds of a later version")
     code = report["exit_code"]
     report["expect"] = {"status": want.status, "met": not problems, "problems": problems}
     report["exit_code"] = 0 if not problems else code if code in (4, 5) else 1

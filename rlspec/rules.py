@@ -286,6 +286,36 @@ RULES: dict[str, Rule] = {
         "records: a.jsonl  # in both arms",
         "records: rollout.jsonl / records: train.jsonl",
     ),
+    "RL311": Rule(
+        "operators that are named exist",
+        "An operator that is left out by a misspelling is an operator that nobody judged.",
+        "operators: [det_gem, rms_norm]",
+        "operators: [det_gemm, rms_norm]",
+    ),
+    "RL312": Rule(
+        "an implementation is one of the catalogue, or module:table",
+        "What is judged must be found before anything runs; a name without a colon is one that rlspec ships.",
+        "arms: [{name: mine, implementation: my_kernels}]",
+        "arms: [{name: mine, implementation: 'my_kernels:table'}]",
+    ),
+    "RL313": Rule(
+        "the model says the widths that operators need",
+        "Hidden size, heads and vocabulary are those of the model entry; nothing about them is guessed.",
+        "model: gpt-oss-20b",
+        "model: qwen3-8b",
+    ),
+    "RL314": Rule(
+        "the workload's layouts can differ from the canonical one",
+        "A layout that is the canonical one under another name compares a thing with itself and is always green.",
+        "{name: primary, samples: [s0], layouts: [permuted]}",
+        "{name: primary, samples: [s0, s1], permutation: [1, 0], layouts: [permuted]}",
+    ),
+    "RL315": Rule(
+        "the model has the operators",
+        "A dense model routes to no experts, so there is nothing to judge.",
+        "model: qwen3-8b\noperators: [router]",
+        "model: qwen3-30b-a3b\noperators: [router]",
+    ),
     "RL401": Rule(
         "a contract has one row for one key",
         "Two rows for the same judgment, subject and dtype leave the limit open.",

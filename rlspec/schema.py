@@ -16,8 +16,8 @@ from rlspec.errors import SpecError
 from rlspec.model import Document, Problem
 
 FOLDER = Path(__file__).parent / "schemas"
-KINDS = ("correctness", "performance", "parity")
-LATER = ("operators", "chain")
+KINDS = ("correctness", "performance", "operators", "parity")
+LATER = ("chain",)
 TYPES = {
     "object": "a mapping",
     "array": "a list",

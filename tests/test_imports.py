@@ -12,10 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlspec"
 ROWS = (
-    {"errors", "model", "escapes", "interrupts", "printed"},
-    {"git", "progress", "failure", "shapes", "compare", "logprob_lines"},
-    {"changes", "journal", "output", "formats", "columns", "joining", "student", "logprobs"},
-    {"checkout", "child", "json_formats", "pairing"},
+    {"errors", "model", "escapes", "interrupts", "printed", "workloads"},
+    {"git", "progress", "failure", "shapes", "compare", "logprob_lines", "layouts"},
+    {"changes", "journal", "output", "formats", "columns", "joining", "student", "logprobs", "nodes"},
+    {"checkout", "child", "json_formats", "pairing", "cells"},
     {"trees", "readers", "hints", "dlogp_statistics"},
     {"document", "rules"},
     {"schema", "trainers"},
@@ -27,7 +27,7 @@ ROWS = (
     {"checks.common"},
     {"checks.training"},
     {"checks.training_rules"},
-    {"checks.correctness", "checks.performance", "checks.parity"},
+    {"checks.correctness", "checks.performance", "checks.operators", "checks.parity"},
     {"checks"},
     {"linting", "render", "launch", "repository", "provenance"},
     {"reports"},
@@ -35,7 +35,7 @@ ROWS = (
     {"reuse"},
     {"pipeline", "report.text"},
     {"report.rows"},
-    {"report.drift_figures", "report.timing_figures", "report.parity_figures"},
+    {"report.drift_figures", "report.timing_figures", "report.parity_figures", "report.cell_figures"},
     {"report.evidence", "report.outcome"},
     {"report.jsonfile", "report.junit", "report.markdown", "report.terminal", "report.tracking"}
     | {"planning", "judging", "listing", "cleaning", "preparing"},

@@ -27,7 +27,7 @@ def names(what):
 
 def test_every_noun(here):
     assert {"qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-120b", "char-gpt"} <= set(names("models"))
-    assert names("contracts") == ["training", "ws1"]
+    assert names("contracts") == ["strict", "training", "ws1"]
     assert names("trainers") == list(TRAINERS) and names("readers") == list(logs.READERS)
     assert set(names("judgments")) == {check for checks in common.STANDARD.values() for check in checks}
     assert listing.table("workloads", here) == "no workloads" and listing.table("runs", here) == "no runs"

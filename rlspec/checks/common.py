@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import PurePath
 from typing import Any
 
-from rlspec import contract, plan, schema
+from rlspec import contract, nodes, plan, schema
 from rlspec.document import escape
 from rlspec.errors import SpecError
 from rlspec.model import Document, Expect, Problem, Severity
 
 Rule = Callable[[Document, dict[str, Any]], Iterator[Problem]]
 PLACEHOLDER = re.compile(r"<[A-Za-z][A-Za-z0-9 _.,'/-]*>")
-CONTRACTS = {"correctness": "training", "performance": "training", "parity": "ws1"}
+CONTRACTS = {"correctness": "training", "performance": "training", "operators": "ws1", "parity": "ws1"}
 STANDARD: dict[str, tuple[str, ...]] = {
     "correctness": ("drift",),
     "performance": ("step_time", "throughput", "peak_memory"),
+    "operators": nodes.JUDGMENTS,
     "parity": ("max_abs_dlogp", "mean_abs_dlogp", "approx_kl", "clip_fraction", "sequence_outliers"),
 }
 
@@ -86,7 +88,9 @@ def question(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         yield at(document, "", "RL228", "no question is asked", hint, severity="warning")
 
 
-def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+def contract_rows(
+    document: Document, data: dict[str, Any], subjects: Sequence[str] = ("*",)
+) -> Iterator[Problem]:
     name = data.get("contract", CONTRACTS[data["kind"]])
     try:
         rows = contract.load(name, document.path.parent)
@@ -95,14 +99,16 @@ def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]
         yield at(document, "/contract", "RL201", message, hint)
         return
     for index, given in enumerate(data.get("judgments", STANDARD[data["kind"]])):
-        for check in row_names(given):
+        for check, subject in product(row_names(given), subjects):
             try:
-                row = rows.resolve(check, "*", data.get("dtype", "bf16"))
+                row = rows.resolve(check, subject, data.get("dtype", "bf16"))
+                contract.limits_of(row)
                 if problem := contract.limits_problem(row):
                     yield at(document, f"/judgments/{index}", "RL224", f"contract {problem}", "correct the row")
             except SpecError as error:
                 message, hint = hinted(error)
                 yield at(document, f"/judgments/{index}", "RL224", message, hint)
+                break
 
 
 def row_names(given: str | dict[str, Any]) -> list[str]:

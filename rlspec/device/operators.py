@@ -1,7 +1,8 @@
 """The operator catalogue: which operators the decoder is made of, how each is called, where each one lives.
 
-An implementation is a name of the catalogue (`reference`, `torch`), or `module:table` with a dict operator -> callable
-of your own, or `module:function` where one operator alone is chosen. Names are resolved on first use.
+An implementation is a name of the catalogue (`reference`, `torch`, `canonical`), or `module:table` with a dict
+operator -> callable of your own, or `module:function` where one operator alone is chosen. Names are resolved on first
+use.
 
 B rows, T tokens a row, N = B·T, S keys a row, D head width, M = N·k rows routed to experts, E experts, V vocabulary.
 Results have the first tensor's dtype unless a line says otherwise; `fp32` below means fp64 if the inputs are fp64.
@@ -15,9 +16,23 @@ Results have the first tensor's dtype unless a line says otherwise; `fp32` below
     silu(x) -> as x            swiglu(gate, up) -> as gate            residual_add(residual, x) -> as residual
     lm_head(x [..., H], weight [V, H], *, out_dtype) -> [..., V] in out_dtype
     logprob(logits [..., V], targets [...]) -> [...] fp32
+    batch_invariant_logprob: as logprob, in one streaming pass over the vocabulary
+    linear_logprob(x [..., H], weight [V, H], targets [...]) -> [...] fp32: lm_head and logprob in one, no logits kept
     router(x [N, H], weight [E, H], *, top_k, normalise, logits_dtype, choice=None) -> Routing
     grouped_gemm(rows [M, K] in the order of dispatch, weight [E, N, K], dispatch) -> [M, N]
     combine(rows [M, H] in the order of dispatch, weights [N, k], dispatch) -> [N, H], in the dtype of the rows
+
+Empty tensors, ids and targets outside, and dtypes, shapes or devices that do not fit are a ValueError; only `torch` on
+CUDA leaves ids and targets to the assertions of torch's kernels, as looking at them takes a host sync.
+
+The callable of an operator may carry attributes, each of which promises something more:
+
+    weight_gradient(weight, **options) -> rlspec.device.gradients.WeightGradient: the operator owns the sum of its
+        weight's gradient over calls, in canonical order. Options: eps of the norms, `lengths` of the samples.
+    forward(query, key, value, segments, *, scale) -> (out, lse fp32 [B, T, Hq], -inf on pads), of attention
+    backward(query, key, value, out, lse, grad_out, segments, *, scale) -> (dq, dk, dv), of attention: run once a sample
+        over whole sequences, on what `forward` gave, in whatever chunks; the bits are the same in every layout.
+    backend: "triton" or "cuda": what must be seen to run when the operator is called.
 """
 
 from __future__ import annotations
@@ -36,58 +51,82 @@ CATALOGUE: Mapping[str, Mapping[str, str]] = {
     "embedding": {
         "reference": "rlspec.device.reference:embedding",
         "torch": "rlspec.device.torch_operators:embedding",
+        "canonical": "rlspec.device.canonical:embedding",
     },
     "rms_norm": {
         "reference": "rlspec.device.reference:rms_norm",
         "torch": "rlspec.device.torch_operators:rms_norm",
+        "canonical": "rlspec.device.canonical:rms_norm",
     },
     "qk_norm": {
         "reference": "rlspec.device.reference:rms_norm",
         "torch": "rlspec.device.torch_operators:rms_norm",
+        "canonical": "rlspec.device.canonical:rms_norm",
     },
     "rope": {
         "reference": "rlspec.device.reference:rope",
         "torch": "rlspec.device.torch_operators:rope",
+        "canonical": "rlspec.device.canonical:rope",
     },
     "attention": {
         "reference": "rlspec.device.reference:attention",
         "torch": "rlspec.device.torch_operators:attention",
+        "canonical": "rlspec.device.canonical:attention",
     },
     "det_gemm": {
         "reference": "rlspec.device.reference:det_gemm",
         "torch": "rlspec.device.torch_operators:det_gemm",
+        "canonical": "rlspec.device.canonical:det_gemm",
     },
     "silu": {
         "reference": "rlspec.device.reference:silu",
         "torch": "rlspec.device.torch_operators:silu",
+        "canonical": "rlspec.device.canonical:silu",
     },
     "swiglu": {
         "reference": "rlspec.device.reference:swiglu",
         "torch": "rlspec.device.torch_operators:swiglu",
+        "canonical": "rlspec.device.canonical:swiglu",
     },
     "residual_add": {
         "reference": "rlspec.device.reference:residual_add",
         "torch": "rlspec.device.torch_operators:residual_add",
+        "canonical": "rlspec.device.canonical:residual_add",
     },
     "lm_head": {
         "reference": "rlspec.device.reference:lm_head",
         "torch": "rlspec.device.torch_operators:lm_head",
+        "canonical": "rlspec.device.canonical:lm_head",
     },
     "logprob": {
         "reference": "rlspec.device.reference:logprob",
         "torch": "rlspec.device.torch_operators:logprob",
+        "canonical": "rlspec.device.canonical:logprob",
+    },
+    "batch_invariant_logprob": {
+        "reference": "rlspec.device.reference:logprob",
+        "torch": "rlspec.device.torch_operators:batch_invariant_logprob",
+        "canonical": "rlspec.device.canonical:batch_invariant_logprob",
+    },
+    "linear_logprob": {
+        "reference": "rlspec.device.reference:linear_logprob",
+        "torch": "rlspec.device.torch_operators:linear_logprob",
+        "canonical": "rlspec.device.canonical:linear_logprob",
     },
     "router": {
         "reference": "rlspec.device.reference:router",
         "torch": "rlspec.device.torch_operators:router",
+        "canonical": "rlspec.device.canonical:router",
     },
     "grouped_gemm": {
         "reference": "rlspec.device.reference:grouped_gemm",
         "torch": "rlspec.device.torch_operators:grouped_gemm",
+        "canonical": "rlspec.device.canonical:grouped_gemm",
     },
     "combine": {
         "reference": "rlspec.device.reference:combine",
         "torch": "rlspec.device.torch_operators:combine",
+        "canonical": "rlspec.device.canonical:combine",
     },
 }
 

@@ -1,7 +1,8 @@
 """Implementation `reference`: the plain mathematics of each operator in fp32 (fp64 for fp64 inputs), one rounding last.
 
 What the other implementations are judged against: feed it upcast inputs and its results are not rounded at all.
-No tensor is reused, nothing is fused, autograd derives every backward. Signatures: `rlspec.device.operators`.
+No tensor is reused, nothing is fused, autograd derives every backward. Ids and targets are looked at (host sync).
+Signatures: `rlspec.device.operators`.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rlspec.device import checking
 from rlspec.device.operators import Dispatch, Routing, Segments
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """[B, T] int64, [V, H] -> [B, T, H]: row lookup."""
+    checking.embedding(tokens, weight)
     return weight.index_select(0, tokens.flatten()).reshape(*tokens.shape, weight.shape[1])
 
 
@@ -22,6 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, round_before_weight: bool
 
     `round_before_weight` rounds to the dtype of x before the weight too, as transformers does.
     """
+    checking.rms_norm(x, weight, eps)
     wide = _wide(x)
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if round_before_weight:
@@ -34,6 +38,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Products are taken in the wider dtype of x and the tables, so narrow tables mean narrow arithmetic.
     """
+    checking.rope(x, cos, sin)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
@@ -44,7 +49,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, 
 
     Query head h reads key head h // (Hq / Hkv). Pads are never read and get 0.
     """
-    segments.check(query, key, value)
+    checking.attention(query, key, value, segments, scale)
     group = query.shape[2] // key.shape[2]
     out = torch.zeros_like(query)
     for row, start, length, first, keys in segments.entries:
@@ -60,35 +65,47 @@ def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, 
 
 def det_gemm(x: Tensor, weight: Tensor) -> Tensor:
     """[..., K], [N, K] -> [..., N]: x · weightᵀ."""
+    checking.linear(x, weight)
     return (_wide(x) @ _wide(weight).T).to(x.dtype)
 
 
 def silu(x: Tensor) -> Tensor:
     """x · sigmoid(x)."""
+    checking.pointwise(x=x)
     wide = _wide(x)
     return (wide * torch.sigmoid(wide)).to(x.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up. Shazeer 2020, arXiv:2002.05202."""
+    checking.pointwise(gate=gate, up=up)
     wide = _wide(gate)
     return (wide * torch.sigmoid(wide) * _wide(up)).to(gate.dtype)
 
 
 def residual_add(residual: Tensor, x: Tensor) -> Tensor:
     """residual + x."""
+    checking.residual_add(residual, x)
     return (_wide(residual) + _wide(x)).to(residual.dtype)
 
 
 def lm_head(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     """[..., H], [V, H] -> [..., V]: the logits, rounded to `out_dtype`."""
+    checking.linear(x, weight, out_dtype)
     return (_wide(x) @ _wide(weight).T).to(out_dtype)
 
 
 def logprob(logits: Tensor, targets: Tensor) -> Tensor:
     """[..., V], [...] int64 -> [...] fp32: logit of the target less the log-sum-exp of its row."""
+    checking.logprob(logits, targets)
     wide = _wide(logits)
     return wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(wide, -1)
+
+
+def linear_logprob(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """[..., H], [V, H], [...] int64 -> [...] fp32: `logprob` of x · weightᵀ, whose logits are not rounded."""
+    checking.linear_logprob(x, weight, targets)
+    return logprob(_wide(x) @ _wide(weight).T, targets)
 
 
 def router(
@@ -104,6 +121,7 @@ def router(
 
     `choice` [N, k] replaces the best k. `normalise` divides the chosen scores by their sum.
     """
+    checking.router(x, weight, top_k, logits_dtype, choice)
     logits = (_wide(x) @ _wide(weight).T).to(logits_dtype)
     probabilities = torch.softmax(_wide(logits), -1)
     if choice is None:
@@ -116,6 +134,7 @@ def router(
 
 def grouped_gemm(rows: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
     """[M, K], [E, N, K] -> [M, N]: each row times the transposed weight of its expert."""
+    checking.grouped_gemm(rows, weight, dispatch)
     parts = zip(rows.split(dispatch.sizes), weight.unbind(0), strict=True)
     return torch.cat([(_wide(part) @ _wide(expert).T).to(rows.dtype) for part, expert in parts])
 
@@ -125,6 +144,7 @@ def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
 
     Sums in the wider dtype of rows and weights, so narrow weights mean narrow arithmetic.
     """
+    checking.combine(rows, weights, dispatch)
     slots = rows[dispatch.inverse].reshape(*weights.shape, -1) * weights.unsqueeze(-1)
     total = slots[:, 0]
     for slot in range(1, weights.shape[1]):

@@ -1,4 +1,4 @@
-"""Entry of the run files: finds its arm in plan.json, sets what makes runs repeat, trains, writes the records."""
+"""Entry of the run files: finds its arm in plan.json, sets what makes runs repeat, trains or judges operators."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
-from rlspec.device import faults, job, settings
+from rlspec.device import faults, job, operator_harness, settings
 from rlspec.device.settings import Settings
 from rlspec.device.trainer import Row
 
@@ -30,6 +30,9 @@ FORMATS = {
 def main(run_file: str, config: Mapping[str, Any]) -> None:
     """Run the arm that the run file's name tells of. Raises ValueError for what its plan or configuration lacks."""
     path = Path(run_file).absolute()
+    if config["kind"] == "operators":
+        operator_harness.main(operator_harness.bench(path, config, find_arm(path)), _records_of(path))
+        return
     options, arm = settings.read(config), find_arm(path)
     make_repeatable(options)
     with job.join() as joined:
@@ -45,11 +48,14 @@ def main(run_file: str, config: Mapping[str, Any]) -> None:
             for _ in rows:
                 pass
             return
-        place = Path(os.environ.get("RLSPEC_RECORDS") or path.with_name(f"{path.stem}.records.jsonl"))
-        with Records(place, arm["name"], options.steps, notes) as records:
+        with Records(_records_of(path), arm["name"], options.steps, notes) as records:
             for row in rows:
                 records.step(row)
                 _say(log_line(row, options.steps))
+
+
+def _records_of(run_file: Path) -> Path:
+    return Path(os.environ.get("RLSPEC_RECORDS") or run_file.with_name(f"{run_file.stem}.records.jsonl"))
 
 
 def find_arm(run_file: Path) -> Mapping[str, Any]:

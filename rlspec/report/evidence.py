@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rlspec.report import drift_figures, parity_figures, rows, timing_figures
+from rlspec.report import cell_figures, drift_figures, parity_figures, rows, timing_figures
 from rlspec.report.text import clean, flat, number
 
 
@@ -54,4 +54,5 @@ _FIGURES: Mapping[str, Callable[[rows.Verdict], Iterator[rows.Figure]]] = {
     "drift": drift_figures.figures,
     **dict.fromkeys(rows.TIMING, timing_figures.figures),
     **dict.fromkeys(rows.PARITY, parity_figures.figures),
+    **dict.fromkeys(cell_figures.COLUMNS, cell_figures.figures),
 }

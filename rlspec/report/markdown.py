@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rlspec.report import evidence, outcome, rows
+from rlspec.report import cell_figures, evidence, outcome, rows
 from rlspec.report.text import clean, log_line
 
 Report = Mapping[str, Any]
@@ -19,7 +19,7 @@ def render(report: Report) -> str:
     """The report in GitHub's Markdown; names and reasons are text in it, whatever characters they hold."""
     blocks = [
         _header(report),
-        _table([_cells(one) for one in report["verdicts"]], (*rows.VERDICTS, "reason")) or ["Nothing was judged."],
+        *(_matrix(report) if cell_figures.is_cells(report) else [_verdicts(report)]),
         _ending(report),
         [f"- {escape(note)}" for note in report["notes"]],
         _folded("Arms", _table([rows.arm(arm, log=True) for arm in report["arms"]], rows.ARMS)),
@@ -39,6 +39,21 @@ def _header(report: Report) -> list[str]:
     lines = [f"### {escape(report['outcome'])}: {escape(rows.name(report))}"]
     lines += ["", escape(report["question"])] if report["question"] else []
     return lines + (["", ", ".join(escape(value) for value in named if value)] if any(named) else [])
+
+
+def _verdicts(report: Report) -> list[str]:
+    lines = [_cells(one) for one in report["verdicts"]]
+    return _table(lines, (*rows.VERDICTS, "reason")) or ["Nothing was judged."]
+
+
+def _matrix(report: Report) -> list[list[str]]:
+    """A table an arm, then what is not green."""
+    made = []
+    for arm, lines in cell_figures.tables(report):
+        made.append([f"Arm {escape(arm)}", "", *_table(lines, cell_figures.ORDER)])
+    made.append([f"- {escape(line)}" for line in (*cell_figures.counted(report), *cell_figures.remarks(report))])
+    wrong = [f"- **{status}** {escape(named)}: {escape(reason)}" for status, named, reason, _ in cell_figures.troubles(report)]
+    return [*made, wrong]
 
 
 def _cells(verdict: Mapping[str, Any]) -> dict[str, str]:

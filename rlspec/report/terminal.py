@@ -10,11 +10,11 @@ from typing import Any
 
 from tabulate import tabulate
 
-from rlspec.report import evidence, outcome, rows
+from rlspec.report import cell_figures, evidence, outcome, rows
 from rlspec.report.text import clean, columns, log_line, pieces, wrap
 
 NARROWEST, WIDEST, PROSE, NARROWEST_COLUMN = 40, 200, 100, 11
-TAIL = 12
+TAIL, TROUBLES = 12, 12
 INDENT = "  "
 RIGHT = ("ratio", "base", "feature", "difference", "value", "steps", "time")
 COLOURS = {
@@ -28,6 +28,7 @@ COLOURS = {
 }
 
 STATUS = re.compile(rf"^(?:{'|'.join(COLOURS)})(?![\w-])")
+WORD = re.compile(rf"(?<![\w-])(?:{'|'.join(COLOURS)})(?![\w-])")
 
 Report = Mapping[str, Any]
 
@@ -51,22 +52,25 @@ def width(environ: Mapping[str, str], terminal: int) -> int:
 def render(report: Report, *, width: int, color: bool, verbose: bool = False) -> str:
     """The report as text of at most `width` columns a line (at least 40); `verbose` prints every figure."""
     width = max(width, NARROWEST)
+    cells = cell_figures.is_cells(report)
     blocks = [
         _header(report, width),
         _arms(report, width, verbose),
-        _painted(_verdicts(report, width), color),
-        _painted(_details(report, width, verbose), color),
+        *([_painted(table, color, anywhere=True) for table in _cells(report, width)] if cells else ()),
+        _painted(_troubles(report, width, verbose), color) if cells else _painted(_verdicts(report, width), color),
+        _painted(_details(report, width, verbose), color) if verbose or not cells else [],
         _notes(report, width),
         _painted(_ending(report, width), color),
     ]
     return "\n\n".join("\n".join(line.rstrip() for line in block) for block in blocks if block) + "\n"
 
 
-def _painted(lines: Sequence[str], color: bool) -> list[str]:
-    """The status that a line begins with, in its colour; after the layout, so that codes take no columns."""
+def _painted(lines: Sequence[str], color: bool, *, anywhere: bool = False) -> list[str]:
+    """The status that a line begins with, or any, in its colour; after the layout, so that codes take no columns."""
     if not color:
         return list(lines)
-    return [STATUS.sub(lambda found: f"\x1b[1;{COLOURS[found[0]]}m{found[0]}\x1b[0m", line) for line in lines]
+    pattern = WORD if anywhere else STATUS
+    return [pattern.sub(lambda found: f"\x1b[1;{COLOURS[found[0]]}m{found[0]}\x1b[0m", line) for line in lines]
 
 
 def _header(report: Report, width: int) -> list[str]:
@@ -135,6 +139,28 @@ def _verdicts(report: Report, width: int) -> list[str]:
     return lines if judged == expected else [*lines, f"judged: {judged} of {expected} judgments"]
 
 
+def _cells(report: Report, width: int) -> list[list[str]]:
+    """A table an arm: an operator and tier a row, a judgment a column."""
+    found = list(cell_figures.tables(report))
+    made = []
+    for arm, lines in found:
+        head = [f"arm {arm}"] if len(found) > 1 else []
+        made.append(head + _table(lines, cell_figures.ORDER, width, "operator"))
+    return [*made, wrap(cell_figures.LEGEND, min(width, PROSE))]
+
+
+def _troubles(report: Report, width: int, verbose: bool) -> list[str]:
+    lines: list[str] = []
+    found = list(cell_figures.troubles(report))
+    for status, named, reason, tail in found if verbose else found[:TROUBLES]:
+        lines += wrap(named, width, f"{status}  ")
+        lines += wrap(reason, min(width, PROSE), INDENT)
+        lines += [f"{INDENT}{INDENT}{piece}" for line in tail for piece in pieces(line, width - 2 * len(INDENT))]
+    if len(found) > TROUBLES and not verbose:
+        lines.append(f"... and {len(found) - TROUBLES} more reasons; -v prints all")
+    return lines + [line for text in cell_figures.counted(report) for line in wrap(text, min(width, PROSE))]
+
+
 # Below the tables
 
 
@@ -169,7 +195,9 @@ def _shared_notes(report: Report) -> list[str]:
 
 
 def _notes(report: Report, width: int) -> list[str]:
-    notes = dict.fromkeys([*_shared_notes(report), *map(clean, report["notes"])])
+    cells = cell_figures.is_cells(report)
+    shared = cell_figures.remarks(report) if cells else _shared_notes(report)
+    notes = dict.fromkeys([*shared, *map(clean, report["notes"])])
     return [line for note in notes for line in wrap(note, min(width, PROSE), "note: ")]
 
 

@@ -1,0 +1,195 @@
+"""Are the operators right, and are their bits free of batch, chunk and padding, forward and backward?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from rlspec import catalog, cells, layouts, nodes, plan, schema, workloads
+from rlspec.checks import common
+from rlspec.contract import Contract
+from rlspec.errors import SpecError
+from rlspec.model import Arm, Document, Judgment, Problem, Result, Row, Spec, Verdict
+from rlspec.workloads import Workload
+
+IMPLEMENTATIONS = ("reference", "canonical", "torch", "triton", "cuda")
+TEMPLATE = catalog.SHIPPED.parent / "templates" / "operators" / "run.py.j2"
+FAMILIES = ("qwen3", "qwen3_moe")
+_NEEDED = {  # in a model entry, and in a config.json
+    "hidden_size": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocabulary_size": "vocab_size",
+    "rope_theta": "rope_theta",
+    "rms_norm_eps": "rms_norm_eps",
+}
+
+
+def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    yield from common.unique_names(document, data)
+    for index, arm in enumerate(data["arms"]):
+        given = arm["implementation"]
+        named = {"*": given} if isinstance(given, str) else given
+        for operator, name in named.items():
+            pointer = f"/arms/{index}/implementation" + ("" if operator == "*" else f"/{operator}")
+            if operator != "*" and operator not in nodes.NODES:
+                message = f"unknown operator {operator!r}"
+                yield common.at(document, pointer, "RL311", message, schema.suggestion(operator, nodes.NODES))
+            if ":" not in name and name not in IMPLEMENTATIONS:
+                hint = f"{schema.suggestion(name, IMPLEMENTATIONS)}, or module:table of your own"
+                yield common.at(document, pointer, "RL312", f"unknown implementation {name!r}", hint)
+
+
+def model(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    try:
+        entry = catalog.whole(data["model"], document.path.parent)
+    except SpecError as error:
+        message, hint = common.hinted(error)
+        yield common.at(document, "/model", "RL201", message, hint)
+        return
+    if entry.get("model_type", FAMILIES[0]) not in FAMILIES:
+        message = f"model {data['model']} is of type {entry['model_type']}"
+        yield common.at(document, "/model", "RL313", message, f"operators are judged for {' and '.join(FAMILIES)}")
+    elif missing := [key for key, other in _NEEDED.items() if not {key, other} & set(entry)]:
+        message = f"model {data['model']} does not say its {', '.join(missing)}"
+        yield common.at(document, "/model", "RL313", message, "operators take their widths from the model entry")
+
+
+def workload(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    try:
+        made = workloads.of(catalog.workload(data["workload"], document.path.parent))
+        for tier in made.tiers:
+            layouts.of(tier)
+    except SpecError as error:
+        message, hint = common.hinted(error)
+        yield common.at(document, "/workload", "RL201", message, hint)
+    except ValueError as error:
+        hint = "correct the workload"
+        yield common.at(document, "/workload", "RL314", f"workload {data['workload']}: {error}", hint)
+
+
+def operators(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    entry = _model(document)
+    for index, name in enumerate(data.get("operators", ())):
+        if name not in nodes.NODES:
+            hint = schema.suggestion(name, nodes.NODES)
+            yield common.at(document, f"/operators/{index}", "RL311", f"unknown operator {name!r}", hint)
+        elif nodes.NODES[name].experts and "experts" not in entry:
+            message = f"operator {name} belongs to a mixture of experts, and {data['model']} is dense"
+            yield common.at(document, f"/operators/{index}", "RL315", message, "leave it out, or name another model")
+
+
+def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    yield from common.contract_rows(document, data, subjects=("elementwise", "reduction", "attention", "logprob"))
+
+
+RULES: tuple[tuple[common.Rule, tuple[str, ...]], ...] = (
+    (arms, ("arms",)),
+    (model, ("model",)),
+    (workload, ("workload",)),
+    (operators, ("operators", "model")),
+    (contract_rows, ("judgments", "contract", "dtype")),
+    (common.question, ("question",)),
+)
+
+
+def lint(document: Document, broken: Iterable[str]) -> list[Problem]:
+    absent = {key for key in ("arms", "model", "workload") if key not in document.data}
+    return common.apply(document, RULES, {*broken, *absent})
+
+
+def _model(document: Document) -> dict[str, Any]:
+    try:
+        return catalog.model(document.data["model"], document.path.parent)
+    except SpecError:
+        return {"experts": {}}  # said by the rule of the model
+
+
+def parse(document: Document) -> Spec:
+    data = document.data
+    return Spec(
+        **common.shared(document),
+        model=data["model"],
+        dtype=data.get("dtype", "bf16"),
+        arms=tuple(Arm(**{"role": "candidate", **arm}) for arm in data["arms"]),
+        judgments=tuple(Judgment(check=name) for name in data.get("judgments", nodes.JUDGMENTS)),
+        contract=data.get("contract", common.CONTRACTS["operators"]),
+        repository=document.path.parent / data["repository"] if "repository" in data else None,
+        template=TEMPLATE,
+        workload=_workload(data["workload"], document),
+    )
+
+
+def _workload(given: str | dict[str, Any], document: Document) -> dict[str, Any]:
+    """By name, or the data itself where a run is judged again."""
+    return given if isinstance(given, dict) else catalog.workload(given, document.path.parent)
+
+
+expand = plan.steps
+
+
+def chosen(spec: Spec) -> tuple[str, ...]:
+    """The operators that a spec judges: those that it names, else those of the workload that its model has."""
+    if "operators" in spec.data:
+        return tuple(spec.data["operators"])
+    experts = "experts" in catalog.model(spec.model, spec.path.parent)
+    return tuple(name for name in spec.workload["operators"] if experts or not nodes.NODES[name].experts)
+
+
+def context(spec: Spec, contract: Contract) -> dict[str, Any]:
+    """What the run file is told: all that is the same for all arms."""
+    named = chosen(spec)
+    judgments = [judgment.check for judgment in spec.judgments]
+    families = sorted({nodes.NODES[name].family for name in named})
+    return {
+        "kind": spec.kind,
+        "model": catalog.whole(spec.data["model"], spec.path.parent),
+        "workload": dict(spec.workload),
+        "operators": list(named),
+        "judgments": judgments,
+        "limits": {name: {one: _limits(contract.resolve(name, one, spec.dtype)) for one in families} for name in judgments},
+        "dtype": spec.dtype,
+        "device": spec.requires.get("device"),
+        "spec_dir": str(spec.path.parent.resolve()),
+    }
+
+
+def _limits(row: Row) -> dict[str, float] | None:
+    return dict(row.limits) if row.status in ("applicable", "optional", "measured") else None
+
+
+def judge(spec: Spec, results: Sequence[Result], contract: Contract) -> list[Verdict]:
+    """One verdict a cell, arm by arm."""
+    made = workloads.of(spec.workload)
+    return [verdict for result in results for verdict in _of_arm(spec, result, made, contract)]
+
+
+def _of_arm(spec: Spec, result: Result, workload: Workload, contract: Contract) -> Iterator[Verdict]:
+    asked = [judgment.check for judgment in spec.judgments]
+    for operator in chosen(spec):
+        for tier in nodes.tiers(operator, workload.tiers):
+            for judgment in nodes.judged(tier, asked):
+                row = contract.resolve(judgment, nodes.NODES[operator].family, spec.dtype)
+                if result.measured is None and not nodes.NODES[operator].not_applicable:
+                    reason = result.failure or "the arm left no records"
+                    found = cells.Finding(category="process", reason=f"arm {result.arm.name}: {reason}")
+                else:
+                    found = cells.judge(
+                        result.measured or {}, operator, tier, judgment, row, cannot_fail=contract.cannot_fail
+                    )
+                place = {"arm": result.arm.name, "operator": operator, "tier": tier.name, "counted": tier.counted}
+                yield Verdict(
+                    judgment=judgment,
+                    subject=f"{result.arm.name}/{operator}/{tier.name}",
+                    status=found.status,
+                    reason=found.reason,
+                    statistic=found.statistic,
+                    row=row,
+                    evidence={**place, "category": found.category, **found.evidence},
+                    notes=found.notes,
+                )
+
+
+def more(spec: Spec, verdicts: Sequence[Verdict]) -> Arm | None:
+    return None

@@ -1,0 +1,313 @@
+"""One operator through all calls of one layout, forward and backward, its results restored to logical identity."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlspec import layouts
+from rlspec.device import cases, gradients
+from rlspec.device.cases import PADS, Case, Tensors
+from rlspec.device.observe import Seen
+from rlspec.device.operators import Segment, Segments
+from rlspec.layouts import Call, Layout
+from rlspec.nodes import NODES
+from rlspec.workloads import Tier
+
+
+class NoBackward(Exception):
+    """The operator gave a result that no gradient flows through."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is run: an operator on the tables of a case, with the upstream gradients of its outputs.
+
+    `dtypes`: what its outputs must have; `wide`: the dtype of a reference, whose outputs keep it.
+    """
+
+    case: Case
+    tier: Tier
+    operator: Callable[..., Any]
+    tables: Tensors
+    weights: Tensors
+    upstream: Tensors
+    device: torch.device
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    wide: torch.dtype | None = None
+
+
+@dataclass(kw_only=True)
+class Results:
+    """By name, `d` before gradients; tokens as [tokens, ...] in canonical order, parameters whole.
+
+    `accumulated_by`: who summed a parameter's gradient over calls, the operator itself or plain fp32 additions.
+    """
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    accumulated_by: dict[str, str] = field(default_factory=dict)
+
+
+def run(subject: Subject, layout: Layout, seen: Seen, *, backward: bool) -> Results:
+    """Raises NoBackward, ValueError for outputs of a wrong shape, and whatever the operator raises."""
+    return _Execution(subject, layout, seen, backward).run()
+
+
+class _Execution:
+    def __init__(self, subject: Subject, layout: Layout, seen: Seen, backward: bool) -> None:
+        self.subject, self.layout, self.seen, self.backward = subject, layout, seen, backward
+        self.node = NODES[subject.case.operator]
+        self.results = Results()
+        operator = subject.operator
+        self.whole_backward = hasattr(operator, "backward") and hasattr(operator, "forward")
+        self.owned = getattr(operator, "weight_gradient", None) if self.node.parameters and layout.parameters else None
+        self.handed: list[tuple[Tensor, Tensor, list[gradients.Run], int]] = []
+        self.saved: dict[str, Tensor] = {}
+
+    def run(self) -> Results:
+        with _stream(self.layout, self.subject.device):
+            for call in self.layout.calls:
+                self._call(call)
+            if self.backward and self.whole_backward and not self._whole_samples():
+                self._backward_by_sample()
+            if self.backward and self.owned is not None:
+                self._finish_weight()
+        return self.results
+
+    def _call(self, call: Call) -> None:
+        subject, case = self.subject, self.subject.case
+        tokens = {name: self._physical(name, call) for name in case.inputs}
+        weights = dict(subject.weights)
+        leaves: dict[str, Tensor] = {}
+        if self.backward and not self.whole_backward:
+            leaves = {name: tokens[name].requires_grad_() for name in self.node.tensors}
+            if self.owned is None and self.layout.parameters:
+                weights = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+                leaves |= weights
+        segments = segments_of(call, subject.device)
+        with self.seen.call(launches=subject.wide is None), torch.set_grad_enabled(bool(leaves)):
+            if self.whole_backward:
+                out, lse = subject.operator.forward(*tokens.values(), segments, **case.options)  # type: ignore[attr-defined]
+                outputs = {"out": out}
+            else:
+                outputs = case.call(subject.operator, tokens, weights, segments, subject.wide)
+        self._check(outputs, call)
+        for name, out in outputs.items():
+            self._restore(self.results.outputs, name, out.detach(), call, keys=False)
+        if self.whole_backward:
+            self._restore(self.saved, "lse", lse, call, keys=False)
+        if not self.backward:
+            return
+        upstream = {name: self._upstream(name, call) for name in self.node.outputs if outputs[name].is_floating_point()}
+        if self.whole_backward:
+            if self._whole_samples():
+                self._attention_backward(call, tokens, out, lse, upstream["out"], segments)
+            return
+        self._autograd(call, outputs, upstream, leaves)
+        if self.owned is not None:
+            self._hand_over(call, next(iter(tokens.values())), upstream["out"])
+
+    def _autograd(self, call: Call, outputs: Tensors, upstream: Tensors, leaves: Tensors) -> None:
+        if not leaves:
+            return
+        differentiable = [outputs[name] for name in upstream]
+        if not all(out.requires_grad for out in differentiable):
+            raise NoBackward("an output has no gradient function")
+        with self.seen.call(launches=False):
+            found = torch.autograd.grad(differentiable, list(leaves.values()), list(upstream.values()), allow_unused=True)
+        for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
+            if gradient is None:
+                raise NoBackward(f"no gradient reaches {name}")
+            if gradient.shape != leaf.shape:
+                raise ValueError(f"the gradient of {name} has shape {list(gradient.shape)}, not {list(leaf.shape)}")
+            if name in self.node.parameters:
+                self._accumulate(f"d{name}", gradient)
+            else:
+                self._add(f"d{name}", gradient, call, keys=name in self.node.of_keys)
+
+    def _accumulate(self, name: str, gradient: Tensor) -> None:
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        if name not in self.results.gradients:
+            self.results.gradients[name] = torch.zeros(gradient.shape, dtype=wide, device=gradient.device)
+        self.results.gradients[name] += gradient
+        self.results.accumulated_by[name] = "autograd"
+
+    def _add(self, name: str, gradient: Tensor, call: Call, *, keys: bool) -> None:
+        """Token gradients: a key that several calls meet gets the sum of its parts in call order, in fp32."""
+        found = self.results.gradients
+        if not (keys and len(self.layout.calls) > 1 and not self._whole_samples()):
+            self._restore(found, name, gradient, call, keys=keys)
+            return
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        part: dict[str, Tensor] = {}
+        self._restore(part, name, gradient.to(wide), call, keys=keys, poison=0.0)
+        total = found.get(name, torch.zeros_like(part[name])).to(wide) + part[name]
+        found[name] = total if call is not self.layout.calls[-1] else total.to(gradient.dtype)
+
+    # Gradients that the operator itself sums
+
+    def _hand_over(self, call: Call, x: Tensor, dy: Tensor) -> None:
+        samples = self.subject.tier.samples
+        runs = [
+            gradients.Run(run.sample, run.position, run.length, run.row * call.width + run.column, samples[run.sample].length)
+            for run in call.runs
+            if run.sample < len(samples)
+        ]
+        self.handed.append((x.detach().flatten(0, 1), dy.flatten(0, 1), runs, call.slots))
+        if self.layout.ordered:
+            self._give(self.handed.pop())
+
+    def _give(self, handed: tuple[Tensor, Tensor, list[gradients.Run], int]) -> None:
+        x, dy, runs, rows = handed
+        with self.seen.call(launches=False):
+            self._gradient().add(x, dy, gradients.Identity(tuple(runs), rows))
+
+    def _gradient(self) -> Any:
+        if "owner" not in self.__dict__:
+            assert self.owned is not None
+            self.owner = self.owned(self.subject.weights["weight"], **self.subject.case.options)
+        return self.owner
+
+    def _finish_weight(self) -> None:
+        if self.handed:  # the calls interleave samples: all of their rows at once
+            runs, row = [], 0
+            for _, _, of_call, rows in self.handed:
+                runs += [run._replace(row=run.row + row) for run in of_call]
+                row += rows
+            x, dy = (torch.cat([one[slot] for one in self.handed]) for slot in (0, 1))
+            self._give((x, dy, runs, row))
+        with self.seen.call(launches=False):
+            self.results.gradients["dweight"] = self._gradient().finish()
+        self.results.accumulated_by["dweight"] = "operator"
+
+    # Attention that runs its backward once a sample
+
+    def _whole_samples(self) -> bool:
+        samples = (*self.subject.tier.samples, *self.subject.tier.company)
+        return all(run.length == samples[run.sample].queries for call in self.layout.calls for run in call.runs)
+
+    def _attention_backward(
+        self, call: Call, tokens: Tensors, out: Tensor, lse: Tensor, dy: Tensor, segments: Segments
+    ) -> None:
+        operator: Any = self.subject.operator
+        with self.seen.call(launches=False):
+            found = operator.backward(*tokens.values(), out, lse, dy, segments, **self.subject.case.options)
+        for name, gradient in zip(self.node.tensors, found, strict=True):
+            self._restore(self.results.gradients, f"d{name}", gradient, call, keys=name in self.node.of_keys)
+
+    def _backward_by_sample(self) -> None:
+        start = 0
+        for index, sample in enumerate(self.subject.tier.samples):
+            call = layouts.alone(index, sample)
+            tokens = {name: self._physical(name, call) for name in self.subject.case.inputs}
+            part = slice(start, start + sample.queries)
+            out, lse = self.results.outputs["out"][part].unsqueeze(0), self.saved["lse"][part].unsqueeze(0)
+            segments = segments_of(call, self.subject.device)
+            self._attention_backward(call, tokens, out, lse, self._upstream("out", call), segments)
+            start += sample.queries
+
+    # Between logical tokens and physical slots
+
+    def _physical(self, name: str, call: Call) -> Tensor:
+        one, table = self.subject.case.inputs[name], self.subject.tables[name]
+        index, width = self._slots(call, keys=one.keys)
+        grid = table.index_select(0, index).unflatten(0, (call.rows, width))
+        pads = index == len(table) - 1
+        if table.is_floating_point() and one.made == "" and self.layout.pads != "zero":
+            value = PADS[self.layout.pads]
+            grid = torch.where(pads.view(call.rows, width, *[1] * (grid.dim() - 2)), value, grid)
+        return _strided(grid, last=one.made == "") if self.layout.how == "strided" else grid
+
+    def _upstream(self, name: str, call: Call) -> Tensor:
+        index, width = self._slots(call, keys=False)
+        grid = self.subject.upstream[name].index_select(0, index).unflatten(0, (call.rows, width))
+        return _strided(grid, last=False) if self.layout.how == "strided" else grid
+
+    def _slots(self, call: Call, *, keys: bool) -> tuple[Tensor, int]:
+        """For each slot of a grid the row of the tables, and the grid's width."""
+        tier, width = self.subject.tier, call.key_width if keys else call.width
+        starts, total = _starts(tier, keys)
+        index = torch.full((call.rows * width,), total * cases.copies(tier), dtype=torch.int64)
+        for run in call.key_runs if keys else call.runs:
+            first = starts[run.sample] + run.position + (total if run.sample in call.changed else 0)
+            slot = run.row * width + run.column
+            index[slot : slot + run.length] = torch.arange(first, first + run.length)
+        return index.to(self.subject.device), width
+
+    def _restore(
+        self, into: dict[str, Tensor], name: str, grid: Tensor, call: Call, *, keys: bool, poison: float = float("nan")
+    ) -> None:
+        tier, width = self.subject.tier, call.key_width if keys else call.width
+        starts, _ = _starts(tier, keys)
+        slots, places = [], []
+        for run in call.key_runs if keys else call.runs:
+            if run.sample < len(tier.samples) and run.sample not in call.changed:
+                slot, place = run.row * width + run.column, starts[run.sample] + run.position
+                slots += range(slot, slot + run.length)
+                places += range(place, place + run.length)
+        if name not in into:
+            count = sum(sample.length if keys else sample.queries for sample in tier.samples)
+            value = poison if grid.is_floating_point() else -1
+            into[name] = torch.full((count, *grid.shape[2:]), value, dtype=grid.dtype, device=grid.device)
+        rows = grid.flatten(0, 1)[torch.tensor(slots, device=grid.device)]
+        into[name][torch.tensor(places, device=grid.device)] = rows.to(into[name].dtype)
+
+    def _check(self, outputs: Mapping[str, Tensor], call: Call) -> None:
+        for name, out in outputs.items():
+            if not isinstance(out, Tensor):
+                raise ValueError(f"the result {name} is no tensor but a {type(out).__name__}")
+            if out.shape[:2] != (call.rows, call.width):
+                grid = f"{call.rows} rows of {call.width} tokens"
+                raise ValueError(f"the result {name} has shape {list(out.shape)} for {grid}")
+            if out.dtype != self.subject.dtypes.get(name, out.dtype):
+                raise ValueError(f"the result {name} is {out.dtype}, {self.subject.dtypes[name]} is due")
+            if out.device != self.subject.device:
+                raise ValueError(f"the result {name} lies on {out.device}, the inputs on {self.subject.device}")
+
+
+def segments_of(call: Call, device: torch.device) -> Segments:
+    """The segments of a call: each run's queries meet the keys of the same sample up to their own positions."""
+    keys = {(run.row, run.sample): run for run in call.key_runs}
+    entries: list[Segment] = []
+    for run in call.runs:
+        key = keys[run.row, run.sample]
+        entries.append(Segment(run.row, run.column, run.length, key.column, run.position + run.length))
+    return Segments(tuple(entries), call.rows, call.width, call.key_width, device)
+
+
+def _starts(tier: Tier, keys: bool) -> tuple[list[int], int]:
+    """For each sample the row of its position 0 in a table, and the rows of one copy."""
+    starts, total = [], 0
+    for sample in (*tier.samples, *tier.company):
+        starts.append(total if keys else total - sample.first)
+        total += sample.length if keys else sample.queries
+    return starts, total
+
+
+def _strided(grid: Tensor, *, last: bool) -> Tensor:
+    """The same values as a view: of a wider row, as of a fused projection, or of every second token."""
+    if last and grid.dim() > 2:
+        base = torch.full((*grid.shape[:-1], 2 * grid.shape[-1]), float("nan"), dtype=grid.dtype, device=grid.device)
+        view = base[..., : grid.shape[-1]]
+    else:
+        base = torch.zeros(grid.shape[0], 2 * grid.shape[1], *grid.shape[2:], dtype=grid.dtype, device=grid.device)
+        view = base[:, ::2]
+    return view.copy_(grid)
+
+
+@contextlib.contextmanager
+def _stream(layout: Layout, device: torch.device) -> Iterator[None]:
+    if layout.how != "other_stream":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)

@@ -1,0 +1,159 @@
+"""What really ran: Triton launches, native launches, torch operators, and on a GPU the profiler's list of kernels.
+
+Nothing here is copied from a declaration. What could not be observed is None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operators of torch that compute what an operator of the catalogue computes; moving and making data is nobody's fallback.
+LIBRARY = re.compile(
+    r"^(mm|bmm|addmm|addbmm|baddbmm|mv|addmv|dot|linear|matmul|convolution\w*|_scaled_mm|_grouped_mm|_scaled_grouped_mm"
+    r"|_?scaled_dot_product\w*|_flash_attention\w*|_efficient_attention\w*|_cudnn_attention\w*|_fused_sdp\w*"
+    r"|_?softmax\w*|_log_softmax\w*|log_softmax|_softmax_backward_data|logsumexp|native_layer_norm\w*|_fused_rms_norm\w*"
+    r"|rms_norm|silu\w*|sigmoid\w*|embedding\w*|index_add_?|scatter_add_?|nll_loss\w*|rsqrt_?|exp_?|mean|cos|sin)$"
+)
+_LIBRARY_KERNEL = re.compile(r"cublas|cutlass|cudnn|flash|fmha|nvjet|xmma|gemm|gemv|softmax|layer_norm|rms_norm|silu", re.I)
+_UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
+
+@dataclass
+class Seen:
+    """What one stretch of calls launched, in the order of first appearance. `calls`: launches of each watched call."""
+
+    triton: list[str] = field(default_factory=list)
+    native: list[str] = field(default_factory=list)
+    torch: list[str] = field(default_factory=list)
+    profiled: list[str] | None = None
+    idle: int = 0
+    _count: int = 0
+
+    def launched(self, where: list[str], name: str) -> None:
+        self._count += 1
+        if name not in where:
+            where.append(name)
+
+    @contextlib.contextmanager
+    def call(self, *, launches: bool) -> Iterator[None]:
+        """Inside, operators of torch are seen too, and empty tensors hold NaN.
+
+        With `launches`, a call without a kernel of its own counts as idle.
+        """
+        before = self._count
+        with _Operators(self):
+            yield
+        self.idle += launches and self._count == before
+
+    def plain(self) -> dict[str, Any]:
+        return {"triton": self.triton, "native": self.native, "torch": self.torch, "profiled": self.profiled,
+                "calls_without_launch": self.idle}  # fmt: skip
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        full = name if namespace == "aten" else f"{namespace}::{name}"
+        if full not in self.seen.torch:
+            self.seen.torch.append(full)
+        made = func(*args, **(kwargs or {}))
+        if name in _UNINITIALISED and made.is_floating_point():
+            made.fill_(float("nan"))  # what an operator forgets to write is seen, whatever the allocator had there
+        return made
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[Seen]:
+    """Record what is launched inside, in this process, whichever thread launches it."""
+    seen = Seen()
+    with _triton(lambda name: seen.launched(seen.triton, name)):
+        yield seen
+
+
+@contextlib.contextmanager
+def _triton(report: Callable[[str], None]) -> Iterator[None]:
+    try:
+        from triton import knobs
+        from triton.runtime import interpreter
+    except ImportError:
+        yield
+        return
+
+    def entered(metadata: Any) -> None:
+        report(metadata.get()["name"])
+
+    original = interpreter.GridExecutor.__call__
+
+    def interpreted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        report(self.fn.__name__)
+        return original(self, *args, **kwargs)
+
+    knobs.runtime.launch_enter_hook.add(entered)
+    interpreter.GridExecutor.__call__ = interpreted
+    try:
+        yield
+    finally:
+        knobs.runtime.launch_enter_hook.remove(entered)
+        interpreter.GridExecutor.__call__ = original
+
+
+def profiled(call: Callable[[], object], device: torch.device) -> list[str] | None:
+    """Names of the GPU kernels of one call as the profiler lists them; None on a CPU or where it lists nothing."""
+    if device.type != "cuda":
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize(device)
+    events = (event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    names = dict.fromkeys(event.name for event in events if not event.name.startswith(("Memcpy", "Memset")))
+    return list(names) or None
+
+
+def broken(backend: str | None, seen: Seen) -> str | None:
+    """Why what ran is not what the candidate declares, or None; a candidate that declares no backend may run anything."""
+    if backend is None:
+        return None
+    if backend not in ("triton", "cuda"):
+        return f"the candidate declares the backend {backend!r}; known: triton, cuda"
+    own = seen.triton if backend == "triton" else seen.native
+    if not own:
+        return f"the candidate declares {backend}, and no {backend} kernel was launched"
+    if seen.idle:
+        return f"the candidate declares {backend}, and {seen.idle} of its calls launched no {backend} kernel"
+    if fallback := [name for name in seen.torch if LIBRARY.match(name)]:
+        return f"the candidate declares {backend}, and torch computed {', '.join(fallback[:4])}"
+    known = set(seen.triton) | set(seen.native)
+    foreign = [name for name in seen.profiled or () if name not in known and _LIBRARY_KERNEL.search(name)]
+    if foreign:
+        return f"the candidate declares {backend}, and the profiler saw {foreign[0][:80]}"
+    return None
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Where and under which switches the operators ran."""
+    here: dict[str, Any] = {
+        "device": str(device),
+        "torch": torch.__version__,
+        "tf32": bool(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32),
+        "autocast": torch.is_autocast_enabled(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "name": None,
+        "capability": None,
+    }
+    if device.type == "cuda":
+        here["name"] = torch.cuda.get_device_name(device)
+        here["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return here

@@ -1,0 +1,134 @@
+"""The operators that specs of kind `operators` can name: class of tolerance, tensors, gradients. Plain data; no torch.
+
+The classes are those of the contracts' rows. A tensor with a row a token is restored by logical identity; a parameter
+has one gradient for the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlspec import layouts
+from rlspec.workloads import Tier
+
+JUDGMENTS = ("forward_accuracy", "forward_invariance", "gradient_accuracy", "gradient_invariance")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """`tensors`: token inputs with a gradient; `parameters`: weights with one; `of_keys`: inputs a key, not a query."""
+
+    family: str
+    outputs: tuple[str, ...] = ("out",)
+    tensors: tuple[str, ...] = ("x",)
+    parameters: tuple[str, ...] = ()
+    of_keys: tuple[str, ...] = ()
+    not_applicable: str = ""
+    experts: bool = False
+
+
+NODES: Mapping[str, Node] = {
+    "embedding": Node(family="elementwise", tensors=(), parameters=("weight",)),
+    "rms_norm": Node(family="reduction", parameters=("weight",)),
+    "det_gemm": Node(family="reduction", parameters=("weight",)),
+    "qk_norm": Node(family="reduction", parameters=("weight",)),
+    "rope": Node(family="elementwise"),
+    "attention": Node(family="attention", tensors=("query", "key", "value"), of_keys=("key", "value")),
+    "silu": Node(family="elementwise"),
+    "swiglu": Node(family="elementwise", tensors=("gate", "up")),
+    "residual_add": Node(family="elementwise", tensors=("residual", "x")),
+    "lm_head": Node(family="reduction", parameters=("weight",)),
+    "logprob": Node(family="logprob", tensors=("logits",)),
+    "batch_invariant_logprob": Node(family="logprob", tensors=("logits",)),
+    "linear_logprob": Node(family="logprob", parameters=("weight",)),
+    "router": Node(
+        family="reduction", outputs=("probabilities", "weights", "experts"), parameters=("weight",), experts=True
+    ),
+    "grouped_gemm": Node(family="reduction", tensors=("rows",), parameters=("weight",), experts=True),
+    "combine": Node(family="elementwise", tensors=("rows", "weights"), experts=True),
+    "pack": Node(
+        family="elementwise",
+        not_applicable="a layout helper: it copies rows and computes nothing; every packed layout of the workload uses it",
+    ),
+}
+
+
+def variants(operator: str, tier: Tier) -> tuple[str, ...]:
+    """The forms in which an operator is judged in a tier: projections of det_gemm, scales of logits, else one."""
+    if operator == "det_gemm":
+        return tier.projections
+    if NODES[operator].family == "logprob":
+        return tuple(f"scale {scale:g}" for scale in tier.logit_scales)
+    return ("",)
+
+
+def tiers(operator: str, chosen: Sequence[Tier]) -> Iterator[Tier]:
+    """The tiers in which an operator is judged."""
+    return (tier for tier in chosen if operator in tier.operators)
+
+
+def judged(tier: Tier, judgments: Sequence[str]) -> tuple[str, ...]:
+    """The judgments that are made in a tier, of those that are asked for."""
+    return tuple(name for name in judgments if not tier.judgments or name in tier.judgments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """One comparison that a cell must hold: of `tensor` in `configuration`, over `tokens` (0: a parameter)."""
+
+    variant: str
+    tensor: str
+    configuration: str
+    tokens: int
+
+
+def expected(operator: str, tier: Tier, judgment: str, device: str) -> Iterator[Expected]:
+    """Every comparison of a cell, in order. `device`: cpu or cuda; streams are left out on a CPU."""
+    node, accuracy = NODES[operator], judgment.endswith("accuracy")
+    gradient = judgment.startswith("gradient")
+    for variant in variants(operator, tier):
+        for layout in layouts.of(tier):
+            if left_out(layout, device) or (layout.name == layouts.CANONICAL and not accuracy):
+                continue
+            if layout.how == "other_process" and accuracy:
+                continue  # only digests come back from there
+            for name, samples in layouts.configurations(layout, tier):
+                for tensor in (*(f"d{one}" for one in node.tensors),) if gradient else node.outputs:
+                    yield Expected(
+                        variant=variant,
+                        tensor=tensor,
+                        configuration=name,
+                        tokens=sum(_rows(node, tensor.removeprefix("d"), tier, index) for index in samples),
+                    )
+            if gradient and layout.parameters:
+                for tensor in node.parameters:
+                    yield Expected(variant=variant, tensor=f"d{tensor}", configuration=layout.name, tokens=0)
+
+
+def _rows(node: Node, tensor: str, tier: Tier, index: int) -> int:
+    sample = tier.samples[index]
+    return sample.length if tensor in node.of_keys else sample.queries
+
+
+def left_out(layout: layouts.Layout, device: str) -> bool:
+    return layout.how == "other_stream" and device != "cuda"
+
+
+def accuracy_problem(line: Mapping[str, Any], limits: Mapping[str, float]) -> str | None:
+    """Why the numbers of a comparison leave the limits of their row, or None. Raises KeyError for a missing number."""
+    if not line["nonfinite"] <= 0:
+        return f"{line['nonfinite']:,} of {line['elements']:,} elements are not finite"
+    if "baseline_ratio" not in limits:
+        if not line["violations"] <= 0:
+            return f"{line['violations']:,} of {line['elements']:,} elements are outside"
+        return None if float(line["excess"]) <= 0 else f"an element is {line['excess']:g} outside"
+    yardstick, ratio = line["yardstick"], limits["baseline_ratio"]
+    for name, what in (("rms", "RMS"), ("max_abs", "largest")):
+        allowed = max(ratio * yardstick[f"torch_{name}"], yardstick[f"rounding_{name}"])
+        if not float(line[name]) <= allowed:
+            return f"{what} error {float(line[name]):.3g}; plain torch allows {allowed:.3g} (ratio {ratio:g})"
+    if not float(line["relative_rms"]) <= limits["relative_rms"]:
+        return f"RMS error {float(line['relative_rms']):.3g} of the reference's RMS, above {limits['relative_rms']:g}"
+    return None

@@ -1,0 +1,115 @@
+"""Run kernels without a GPU: on CPU tensors through the interpreter, or only through the compiler for Hopper.
+
+Whether a kernel is interpreted is decided when its module is imported, so marked tests run in a child process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+ROOT = Path(__file__).parents[2]
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def interpreted(test: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a test, below its parametrizations: it runs on CPU tensors in one child process for its whole file."""
+    if INTERPRETING:
+        return test
+
+    def outcome(request: pytest.FixtureRequest, **_: object) -> None:
+        failure = _outcomes(request.node.path).get(request.node.name, "it did not run in the child process")
+        assert failure is None, failure
+
+    outcome.__name__, outcome.__doc__, outcome.__module__ = test.__name__, test.__doc__, test.__module__
+    # pytest gives a test the parameters and fixtures that its signature names.
+    kept = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in signature(test).parameters.values()]
+    outcome.__signature__ = Signature([Parameter("request", Parameter.KEYWORD_ONLY), *kept])
+    return outcome
+
+
+def compiled(test: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a test that compiles for Hopper: the interpreting child leaves it out."""
+    return pytest.mark.skipif(INTERPRETING, reason="kernels are interpreted")(test)
+
+
+def gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a test that launches kernels on a CUDA device."""
+    missing = INTERPRETING or not torch.cuda.is_available()
+    return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a CUDA device")(test))
+
+
+@contextlib.contextmanager
+def hopper() -> Iterator[None]:
+    """Within, `kernel.warmup(..., grid=(1,))` compiles for sm_90; nothing can be launched.
+
+    What it returns has `asm["sass"]`, where STL and LDL are spills, and `metadata.shared` in bytes.
+    """
+    drivers = triton.runtime.driver
+    before = drivers._active  # `active` would look for a GPU
+    drivers.set_active(_Hopper())
+    try:
+        yield
+    finally:
+        drivers.set_active(before)
+
+
+def spills(kernel: Any) -> int:
+    """Stores and loads of registers in local memory, in a kernel compiled under `hopper`."""
+    return len(re.findall(r"\b(?:STL|LDL)\b", kernel.asm["sass"]))
+
+
+class _Hopper:
+    """What the compiler asks a driver for."""
+
+    launcher_cls = staticmethod(lambda *_: None)
+    utils = SimpleNamespace(
+        get_device_properties=lambda _: {"max_shared_mem": 232448},
+        load_binary=lambda *_: (None, None, 0, 0, 1024),
+    )
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int = 0) -> int:
+        return 0
+
+    def get_device_capability(self, _: int = 0) -> tuple[int, int]:
+        return 9, 0
+
+
+@functools.cache
+def _outcomes(path: Path) -> dict[str, str | None]:
+    """The failure, or None, of each test of the file in an interpreting child process."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    with TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(path)]
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert report.exists(), done.stdout + done.stderr
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    return {case.get("name", ""): _failure(case) for case in cases}
+
+
+def _failure(case: ElementTree.Element) -> str | None:
+    found = [part for part in case if part.tag in ("failure", "error", "skipped")]
+    return "\n".join(part.text or part.get("message", part.tag) for part in found) if found else None
