@@ -85,7 +85,9 @@ def read(path: Path, arm: str) -> dict[str, Any]:
         elif kind == "end":
             ended = (line.get("cells"), line.get("comparisons")) == (len(cells), count)
             if not ended:
-                raise RunError(f"{path}:{number}: {len(cells)} cells and {count} comparisons are here, the end disagrees")
+                raise RunError(
+                    f"{path}:{number}: {len(cells)} cells and {count} comparisons are here, the end disagrees"
+                )
         else:
             raise RunError(f"{path}:{number}: unknown record {kind!r}")
     if environment is None or not ended:
@@ -238,7 +240,9 @@ def _compared(lines: Sequence[Mapping[str, Any]], judgment: str, row: Row) -> Fi
     problems = [(line, _problem(line, row, accuracy)) for line in lines]
     wrong = [(line, problem) for line, problem in problems if problem is not None]
     statistic = (
-        max(float(line["relative_rms"]) for line in lines) if accuracy else float(sum(line["differing"] for line in lines))
+        max(float(line["relative_rms"]) for line in lines)
+        if accuracy
+        else float(sum(line["differing"] for line in lines))
     )
     evidence = {"comparisons": len(lines), "outside": len(wrong), **_worst(lines, accuracy)}
     if row.status == "measured":
@@ -264,7 +268,9 @@ def _compared(lines: Sequence[Mapping[str, Any]], judgment: str, row: Row) -> Fi
 def _problem(line: Mapping[str, Any], row: Row, accuracy: bool) -> str | None:
     if not accuracy:
         if not line["differing"] <= row.limits["differing_elements"]:
-            note = f" ({line['dtype']} against {line['against_dtype']})" if line["dtype"] != line["against_dtype"] else ""
+            note = (
+                f" ({line['dtype']} against {line['against_dtype']})" if line["dtype"] != line["against_dtype"] else ""
+            )
             return f"{line['differing']:,} of {line['elements']:,} elements differ to the bit{note}"
         return None
     floating = line["dtype"].startswith(("float", "bfloat"))
@@ -279,7 +285,9 @@ def _where(line: Mapping[str, Any]) -> str:
     if "sample" not in first:
         return f", first at element {first['index']}: {values}"
     size = f" in a call of {first['call'][0]} × {first['call'][1]} tokens" if "call" in first else ""
-    return f", first in sample {first['sample']} position {first['position']} element {first['element']}{size}: {values}"
+    return (
+        f", first in sample {first['sample']} position {first['position']} element {first['element']}{size}: {values}"
+    )
 
 
 def _worst(lines: Sequence[Mapping[str, Any]], accuracy: bool) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlspec import contract as contracts
 from rlspec import cells, logs, pipeline, runs, schema, workloads
+from rlspec import contract as contracts
 from rlspec.arms import state_of
 from rlspec.checks import CHECKS
 from rlspec.errors import RunError, SpecError

@@ -1,8 +1,8 @@
 """Physical layouts of logical tokens. Logical identity = (sample, position in the unpadded sample).
 
 A layout is one or more calls of an operator. Each call is a grid of slots; its runs say which slots hold which
-consecutive positions of which sample, and slots in no run are pads. `restore` is the way back. Plain integers; no torch,
-so that host and device derive the same layouts from the same workload.
+consecutive positions of which sample, and slots in no run are pads. `restore` is the way back. Plain integers, no
+torch: host and device derive the same layouts from the same workload.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def restore(layout: Layout, tier: Tier) -> dict[tuple[int, int], tuple[int, int]
     for number, call in enumerate(layout.calls):
         taken: set[int] = set()
         for run in call.runs:
-            if not (0 <= run.row < call.rows and 0 <= run.column and run.column + run.length <= call.width):
+            if not (0 <= run.row < call.rows and run.column >= 0 and run.column + run.length <= call.width):
                 raise ValueError(f"{layout.name}: {run} does not lie in {call.rows} × {call.width} slots")
             for step in range(run.length):
                 slot, key = run.row * call.width + run.column + step, (run.sample, run.position + step)
@@ -140,9 +140,7 @@ def _packed(tier: Tier, order: Sequence[int], changed: tuple[int, ...] = ()) -> 
         runs.append(Run(index, sample.first, sample.queries, 0, column))
         keys.append(Run(index, 0, sample.length, 0, key_column))
         column, key_column = column + sample.queries, key_column + sample.length
-    return Call(
-        rows=1, width=column, runs=tuple(runs), key_width=key_column, key_runs=tuple(keys), changed=changed
-    )
+    return Call(rows=1, width=column, runs=tuple(runs), key_width=key_column, key_runs=tuple(keys), changed=changed)
 
 
 def _padded(tier: Tier, left: bool, length: int) -> Call:
@@ -158,7 +156,7 @@ def _padded(tier: Tier, left: bool, length: int) -> Call:
 
 
 def _pieces(tier: Tier, size: int) -> tuple[Call, ...]:
-    """Each sample in chunks of `size` queries, sample by sample; the keys of a chunk are all positions up to its end."""
+    """Sample by sample in chunks of `size` queries; the keys of a chunk are all positions up to its end."""
     if not 0 < size < max(sample.queries for sample in tier.samples):
         raise ValueError(f"tier {tier.name}: chunk {size} splits no sample")
     calls = []

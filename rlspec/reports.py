@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import rlspec
-from rlspec import contract as contracts
 from rlspec import cells, plan, runs, verdicts, workloads
+from rlspec import contract as contracts
 from rlspec.checks import operators
 from rlspec.model import Result, Row, Spec, Step, Verdict
 
@@ -71,12 +71,17 @@ def build(
 
 def _measured(spec: Spec, contract: contracts.Contract, results: Sequence[Result]) -> dict[str, Any]:
     """All that the verdicts of cells can be derived from again, and a seal over what was measured."""
-    measured = {result.arm.name: result.measured for result in results}
+    measured, load = {result.arm.name: result.measured for result in results}, spec.workload
     rows = [{key: value for key, value in contracts.plain(row).items() if key != "id"} for row in contract.rows]
     return {
         "spec": {"path": str(spec.path), "digest": spec.digest, "data": dict(spec.data)},
-        "contract": {"name": contract.name, "digest": contract.digest, "cannot_fail": contract.cannot_fail, "rows": rows},
-        "workload": {"name": spec.workload["name"], "digest": workloads.digest(spec.workload), "data": dict(spec.workload)},
+        "contract": {
+            "name": contract.name,
+            "digest": contract.digest,
+            "cannot_fail": contract.cannot_fail,
+            "rows": rows,
+        },
+        "workload": {"name": load["name"], "digest": workloads.digest(load), "data": dict(load)},
         "operators": list(operators.chosen(spec)),
         "measured": measured,
         "seal": cells.seal(measured),
@@ -162,9 +167,9 @@ def expected(spec: Spec, report: dict[str, Any]) -> dict[str, Any]:
         if arm["status"] in ("failed", "skipped"):  # no judgment that is named has been made
             problems.append(f"arm {arm['name']} {arm['status']}: {arm['reason']}")
     if want.category is not None:
-        found = {str(v["evidence"].get("category")) for v in report["verdicts"] if v["status"] == want.status}
-        if found != {want.category}:
-            problems.append(f"expected the category {want.category}, got {', '.join(sorted(found)) or 'none'}")
+        seen = {str(v["evidence"].get("category")) for v in report["verdicts"] if v["status"] == want.status}
+        if seen != {want.category}:
+            problems.append(f"expected the category {want.category}, got {', '.join(sorted(seen)) or 'none'}")
     if want.at is not None:
         problems.append("at is judged in kinds of a later version")
     code = report["exit_code"]

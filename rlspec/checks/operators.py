@@ -148,7 +148,9 @@ def context(spec: Spec, contract: Contract) -> dict[str, Any]:
         "workload": dict(spec.workload),
         "operators": list(named),
         "judgments": judgments,
-        "limits": {name: {one: _limits(contract.resolve(name, one, spec.dtype)) for one in families} for name in judgments},
+        "limits": {
+            name: {one: _limits(contract.resolve(name, one, spec.dtype)) for one in families} for name in judgments
+        },
         "dtype": spec.dtype,
         "device": spec.requires.get("device"),
         "spec_dir": str(spec.path.parent.resolve()),

@@ -65,7 +65,9 @@ def of(operator: str, variant: str, model: Architecture, workload: Workload) -> 
     return _CASES[operator](operator, variant, model, workload)
 
 
-def logical(case: Case, tier: Tier, workload: Workload, model: Architecture, dtype: torch.dtype, device: Any) -> Tensors:
+def logical(
+    case: Case, tier: Tier, workload: Workload, model: Architecture, dtype: torch.dtype, device: Any
+) -> Tensors:
     """Every input of the case as [tokens, changed tokens if need be, one pad], in `dtype` unless it is of its own."""
     return {name: _table(one, tier, workload, model, dtype, device) for name, one in case.inputs.items()}
 
@@ -291,9 +293,7 @@ def _linear_logprob(operator: str, variant: str, model: Architecture, workload: 
             "targets": Input(made="targets", below=model.vocab_size, offset=9),
         },
         weights={"weight": _head(model)},
-        call=lambda op, tokens, weights, segments, wide: {
-            "out": op(tokens["x"], weights["weight"], tokens["targets"])
-        },
+        call=lambda op, tokens, weights, segments, wide: {"out": op(tokens["x"], weights["weight"], tokens["targets"])},
         options={},
     )
 
@@ -301,7 +301,9 @@ def _linear_logprob(operator: str, variant: str, model: Architecture, workload: 
 def _router(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
     _needs_experts(operator, model)
 
-    def call(op: Any, tokens: Tensors, weights: Tensors, segments: Segments, wide: torch.dtype | None) -> dict[str, Tensor]:
+    def call(
+        op: Any, tokens: Tensors, weights: Tensors, segments: Segments, wide: torch.dtype | None
+    ) -> dict[str, Tensor]:
         grid = tokens["x"].shape[:2]
         found = op(
             tokens["x"].flatten(0, 1),
@@ -316,7 +318,9 @@ def _router(operator: str, variant: str, model: Architecture, workload: Workload
         operator=operator,
         variant=variant,
         inputs={"x": Input(shape=(model.hidden_size,))},
-        weights={"weight": Weight(shape=(model.num_experts, model.hidden_size), offset=10, scale=_scaled(model.hidden_size))},
+        weights={
+            "weight": Weight(shape=(model.num_experts, model.hidden_size), offset=10, scale=_scaled(model.hidden_size))
+        },
         call=call,
         options={},
     )
@@ -326,7 +330,9 @@ def _grouped_gemm(operator: str, variant: str, model: Architecture, workload: Wo
     _needs_experts(operator, model)
     width, inner, count = model.hidden_size, 2 * model.moe_intermediate_size, model.num_experts_per_tok
 
-    def call(op: Any, tokens: Tensors, weights: Tensors, segments: Segments, wide: torch.dtype | None) -> dict[str, Tensor]:
+    def call(
+        op: Any, tokens: Tensors, weights: Tensors, segments: Segments, wide: torch.dtype | None
+    ) -> dict[str, Tensor]:
         grid = tokens["rows"].shape[:2]
         dispatch = Dispatch.of(tokens["experts"].flatten(0, 1), model.num_experts)
         out = op(tokens["rows"].flatten(0, 2)[dispatch.order], weights["weight"], dispatch)
@@ -349,7 +355,9 @@ def _combine(operator: str, variant: str, model: Architecture, workload: Workloa
     _needs_experts(operator, model)
     count = model.num_experts_per_tok
 
-    def call(op: Any, tokens: Tensors, weights: Tensors, segments: Segments, wide: torch.dtype | None) -> dict[str, Tensor]:
+    def call(
+        op: Any, tokens: Tensors, weights: Tensors, segments: Segments, wide: torch.dtype | None
+    ) -> dict[str, Tensor]:
         grid = tokens["rows"].shape[:2]
         dispatch = Dispatch.of(tokens["experts"].flatten(0, 1), model.num_experts)
         rows = tokens["rows"].flatten(0, 2)[dispatch.order]

@@ -72,7 +72,7 @@ def _plain(x: Tensor) -> float | str | int:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one candidate against one reference; `first` is the first element outside `atol + rtol·|r|`, else the worst."""
+    """Of one candidate against one reference; `first`: the first element outside `atol + rtol·|r|`, else the worst."""
 
     elements: int
     nonfinite: int
@@ -112,7 +112,7 @@ def _number(value: float) -> float | str:
 
 
 def errors(got: Tensor, want: Tensor, atol: float, rtol: float) -> Errors:
-    """Both of one shape, `want` fp32 or fp64. `excess`: the largest |c − r| − (atol + rtol·|r|), at most 0 if all hold."""
+    """Both of one shape, `want` fp32 or fp64. `excess`: the largest |c − r| − (atol + rtol·|r|)."""
     if got.shape != want.shape:
         raise ValueError(f"the result has shape {list(got.shape)}, the reference {list(want.shape)}")
     x, y = got.reshape(-1), want.reshape(-1)

@@ -120,7 +120,9 @@ class _Execution:
         if not all(out.requires_grad for out in differentiable):
             raise NoBackward("an output has no gradient function")
         with self.seen.call(launches=False):
-            found = torch.autograd.grad(differentiable, list(leaves.values()), list(upstream.values()), allow_unused=True)
+            found = torch.autograd.grad(
+                differentiable, list(leaves.values()), list(upstream.values()), allow_unused=True
+            )
         for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
             if gradient is None:
                 raise NoBackward(f"no gradient reaches {name}")
@@ -155,7 +157,9 @@ class _Execution:
     def _hand_over(self, call: Call, x: Tensor, dy: Tensor) -> None:
         samples = self.subject.tier.samples
         runs = [
-            gradients.Run(run.sample, run.position, run.length, run.row * call.width + run.column, samples[run.sample].length)
+            gradients.Run(
+                run.sample, run.position, run.length, run.row * call.width + run.column, samples[run.sample].length
+            )
             for run in call.runs
             if run.sample < len(samples)
         ]

@@ -2,7 +2,7 @@
 
 `published`: the fill of the first closeout; element j of the row of (sample, position) is
 (((j + 17·Σord(id) + 13·position + 11·offset) mod 257) − 128) / 1024, which bf16 holds exactly.
-`hashed`: near N(0, 1): the sum of four bytes of a 32-bit hash of (seed, sample, position, element, offset), rounded once.
+`hashed`: near N(0, 1), the sum of four bytes of a 32-bit hash of (seed, sample, position, element, offset).
 """
 
 from __future__ import annotations
@@ -32,11 +32,15 @@ def rows(
             whole = element + 17 * sum(map(ord, sample)) + 13 * place + 11 * offset
             made[start : start + step] = _published(whole)
         else:
-            made[start : start + step] = _normal(_hash(element, _hash(place, zlib.crc32(sample.encode()), seed, offset)))
+            made[start : start + step] = _normal(
+                _hash(element, _hash(place, zlib.crc32(sample.encode()), seed, offset))
+            )
     return made
 
 
-def parameter(fill: str, seed: int, shape: Sequence[int], offset: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def parameter(
+    fill: str, seed: int, shape: Sequence[int], offset: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
     """`dtype` [shape]: a weight that all samples share."""
     made = torch.empty(shape, device=device, dtype=dtype)
     flat = made.view(-1)

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operators of torch that compute what an operator of the catalogue computes; moving and making data is nobody's fallback.
+# Operators of torch that compute what the catalogue computes; moving and making data is nobody's fallback.
 LIBRARY = re.compile(
     r"^(mm|bmm|addmm|addbmm|baddbmm|mv|addmv|dot|linear|matmul|convolution\w*|_scaled_mm|_grouped_mm|_scaled_grouped_mm"
     r"|_?scaled_dot_product\w*|_flash_attention\w*|_efficient_attention\w*|_cudnn_attention\w*|_fused_sdp\w*"
     r"|_?softmax\w*|_log_softmax\w*|log_softmax|_softmax_backward_data|logsumexp|native_layer_norm\w*|_fused_rms_norm\w*"
     r"|rms_norm|silu\w*|sigmoid\w*|embedding\w*|index_add_?|scatter_add_?|nll_loss\w*|rsqrt_?|exp_?|mean|cos|sin)$"
 )
-_LIBRARY_KERNEL = re.compile(r"cublas|cutlass|cudnn|flash|fmha|nvjet|xmma|gemm|gemv|softmax|layer_norm|rms_norm|silu", re.I)
+_LIBRARY_KERNEL = re.compile(
+    r"cublas|cutlass|cudnn|flash|fmha|nvjet|xmma|gemm|gemv|softmax|layer_norm|rms_norm|silu", re.I
+)
 _UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -122,7 +124,7 @@ def profiled(call: Callable[[], object], device: torch.device) -> list[str] | No
 
 
 def broken(backend: str | None, seen: Seen) -> str | None:
-    """Why what ran is not what the candidate declares, or None; a candidate that declares no backend may run anything."""
+    """Why what ran is not what the candidate declares, or None; who declares no backend may run anything."""
     if backend is None:
         return None
     if backend not in ("triton", "cuda"):

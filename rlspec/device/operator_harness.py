@@ -262,7 +262,7 @@ class _Variant:
                     line = self._compared(judgment, name, layout, layout.name, got, other[name], None)
                     yield {**line, "accumulated_by": found.accumulated_by[name]}
                     continue
-                for configuration, samples in layouts.configurations(layout, self.cell.tier):
+                for configuration, samples in nodes.compared(layout, self.cell.tier, accuracy=accuracy):
                     rows = self._rows(name, samples)
                     part = slice(rows[0], rows[-1] + 1)
                     yield self._compared(judgment, name, layout, configuration, got[part], other[name][part], samples)
@@ -316,7 +316,9 @@ class _Variant:
             self._violable(judgment, name, got, want, line)
         return line
 
-    def _yardstick(self, judgment: str, name: str, layout: Layout, want: Tensor, dtype: torch.dtype) -> dict[str, float]:
+    def _yardstick(
+        self, judgment: str, name: str, layout: Layout, want: Tensor, dtype: torch.dtype
+    ) -> dict[str, float]:
         """Largest and RMS error of plain torch in the canonical layout, and of the reference once rounded."""
         assert self.baseline is not None
         gradient = judgment.startswith("gradient")
@@ -334,7 +336,9 @@ class _Variant:
         for wrong, candidate in comparing.wrong_candidates(got).items():
             atol, rtol = (0.0, 0.0) if exact else (limits.get("atol", 0.0), limits.get("rtol", 0.0))
             found = comparing.errors(candidate, want, atol, rtol).plain()
-            held = nodes.accuracy_problem({**found, "yardstick": line.get("yardstick")}, {} if exact else limits) is None
+            held = (
+                nodes.accuracy_problem({**found, "yardstick": line.get("yardstick")}, {} if exact else limits) is None
+            )
             if held and not (wrong == "sign_flipped" and exact):
                 where = f"{self.variant} {name}".strip()
                 self.cell.passed_by.setdefault(judgment, []).append(f"{wrong} {where}")
@@ -395,7 +399,9 @@ def subject(on: Bench, operator: str, tier: Tier, variant: str, candidate: Calla
         upstream={},
         device=on.device,
     )
-    shapes = run(replace(plain, operator=resolve(operator, "torch")), layouts.of(tier)[0], observe.Seen(), backward=False)
+    shapes = run(
+        replace(plain, operator=resolve(operator, "torch")), layouts.of(tier)[0], observe.Seen(), backward=False
+    )
     upstream = {
         name: cases.upstream(out.shape[1:], tier, on.workload, out.dtype, on.device, index)
         for index, (name, out) in enumerate(shapes.outputs.items())

@@ -35,10 +35,9 @@ def tables(report: Mapping[str, Any]) -> Iterator[tuple[str, list[rows.Cells]]]:
         for one in report["verdicts"]:
             at = one["evidence"]
             if at["arm"] == arm:
-                cells = lines.setdefault(
-                    (at["operator"], at["tier"]), {"operator": clean(at["operator"]), "tier": clean(at["tier"])}
-                )
-                cells[COLUMNS[one["judgment"]]] = clean(one["status"])
+                names = {"operator": clean(at["operator"]), "tier": clean(at["tier"])}
+                line = lines.setdefault((at["operator"], at["tier"]), names)
+                line[COLUMNS[one["judgment"]]] = clean(one["status"])
         yield clean(arm), list(lines.values())
 
 
@@ -58,8 +57,9 @@ def troubles(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[st
         if one["status"] not in ("PASS", "MEASURED", "N/A"):
             groups.setdefault((one["status"], one["reason"]), []).append(one)
     for (status, reason), found in groups.items():
-        category = clean(found[0]["evidence"].get("category", "")).replace("_", " ")
-        tail = list(map(clean, found[0]["evidence"].get("tail", ())))
+        first = found[0]["evidence"]
+        category = clean(first.get("category", "")).replace("_", " ")
+        tail = list(map(clean, first.get("tail", ())))
         yield status, f"{_named(found)} ({category})", clean(reason), tail
 
 
@@ -84,8 +84,8 @@ def remarks(report: Mapping[str, Any]) -> Iterator[str]:
             f"or of the wrong sign: {clean(names)}"
         )
     for reason in dict.fromkeys(one["reason"] for one in report["verdicts"] if one["status"] == "N/A"):
-        names = dict.fromkeys(clean(v["evidence"]["operator"]) for v in report["verdicts"] if v["reason"] == reason)
-        yield f"N/A {', '.join(names)}: {clean(reason)}"
+        of = dict.fromkeys(clean(v["evidence"]["operator"]) for v in report["verdicts"] if v["reason"] == reason)
+        yield f"N/A {', '.join(of)}: {clean(reason)}"
 
 
 def figures(verdict: rows.Verdict) -> Iterator[rows.Figure]:

@@ -52,7 +52,10 @@ def _matrix(report: Report) -> list[list[str]]:
     for arm, lines in cell_figures.tables(report):
         made.append([f"Arm {escape(arm)}", "", *_table(lines, cell_figures.ORDER)])
     made.append([f"- {escape(line)}" for line in (*cell_figures.counted(report), *cell_figures.remarks(report))])
-    wrong = [f"- **{status}** {escape(named)}: {escape(reason)}" for status, named, reason, _ in cell_figures.troubles(report)]
+    wrong = [
+        f"- **{status}** {escape(named)}: {escape(reason)}"
+        for status, named, reason, _ in cell_figures.troubles(report)
+    ]
     return [*made, wrong]
 
 
