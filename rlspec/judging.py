@@ -73,7 +73,7 @@ def _refuse(options: Mapping[str, object], why: str) -> None:
 
 
 def _is_log(path: Path) -> bool:
-    return path.is_file() and path.suffix != ".json"
+    return path.is_file() and not path.name.endswith((".json", ".json.gz"))
 
 
 def _again(path: Path, contract: str | None) -> dict[str, Any]:

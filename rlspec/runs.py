@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gzip
 import json
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 from rlspec import schema
 from rlspec.errors import RunError, SpecError
 
+_GZIP = b"\x1f\x8b"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -168,10 +171,11 @@ def save(path: Path, data: dict[str, Any]) -> None:
 def load(path: Path, name: str | None = None) -> dict[str, Any]:
     """Read JSON back and check it against the schema `name`. Raises RunError."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        raw = path.read_bytes()
+        data = json.loads(gzip.decompress(raw) if raw.startswith(_GZIP) else raw)
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except (ValueError, EOFError, zlib.error, RecursionError) as error:
         raise RunError(f"{path} is no JSON: {error}") from None
     if not isinstance(data, dict):
         raise RunError(f"{path} holds no JSON object")

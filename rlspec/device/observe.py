@@ -36,6 +36,7 @@ class Seen:
     torch: list[str] = field(default_factory=list)
     profiled: list[str] | None = None
     idle: int = 0
+    profiling: bool = False
     _count: int = 0
 
     def launched(self, where: list[str], name: str) -> None:
@@ -50,6 +51,10 @@ class Seen:
         With `launches`, a call without a kernel of its own counts as idle.
         """
         before = self._count
+        if self.profiling:
+            with _profiler(self):
+                yield
+            return
         with _Operators(self):
             yield
         self.idle += launches and self._count == before
@@ -110,17 +115,23 @@ def _triton(report: Callable[[str], None]) -> Iterator[None]:
         interpreter.GridExecutor.__call__ = original
 
 
-def profiled(call: Callable[[], object], device: torch.device) -> list[str] | None:
-    """Names of the GPU kernels of one call as the profiler lists them; None on a CPU or where it lists nothing."""
-    if device.type != "cuda":
-        return None
+@contextlib.contextmanager
+def _profiler(seen: Seen) -> Iterator[None]:
+    """Names of the GPU kernels inside, as the profiler lists them; `profiled` stays None where it lists nothing."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        call()
-        torch.cuda.synchronize(device)
+        yield
+        torch.cuda.synchronize()
     events = (event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-    names = dict.fromkeys(event.name for event in events if not event.name.startswith(("Memcpy", "Memset")))
-    return list(names) or None
+    names = [_short(event.name) for event in events if not event.name.startswith(("Memcpy", "Memset"))]
+    if names:
+        seen.profiled = list(dict.fromkeys([*(seen.profiled or ()), *names]))
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its return type and template arguments."""
+    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return re.split(r"[<(]", plain, maxsplit=1)[0][:100]
 
 
 def broken(backend: str | None, seen: Seen) -> str | None:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -89,10 +90,11 @@ def main(on: Bench, records: Path) -> None:
         writer.line({"record": "run", "schema_version": 1, "arm": on.arm, "kind": "operators",
                      "environment": observe.environment(on.device)})  # fmt: skip
         elsewhere = _digests_of_another_process(on)
-        for operator in on.operators:
-            for tier in nodes.tiers(operator, on.workload.tiers):
-                if not NODES[operator].not_applicable:
-                    _cell(on, operator, tier, writer, elsewhere)
+        due = [(name, tier) for name in on.operators if not NODES[name].not_applicable
+               for tier in nodes.tiers(name, on.workload.tiers)]  # fmt: skip
+        for number, (operator, tier) in enumerate(due, 1):
+            said = _cell(on, operator, tier, writer, elsewhere)
+            print(f"step {number}/{len(due)} | {operator} {tier.name}: {said}", flush=True)
         writer.line({"record": "end", "cells": writer.cells, "comparisons": writer.comparisons})
 
 
@@ -109,19 +111,19 @@ class _Writer:
         self.file.flush()
 
 
-def _cell(on: Bench, operator: str, tier: Tier, writer: _Writer, elsewhere: Mapping[str, str]) -> None:
-    cell = _Cell(on, operator, tier, elsewhere)
+def _cell(on: Bench, operator: str, tier: Tier, writer: _Writer, elsewhere: Mapping[str, str]) -> str:
+    """Write one cell; what came of it in a few words."""
+    cell, started = _Cell(on, operator, tier, elsewhere), time.monotonic()
     try:
         cell.prepare()
         for line in cell.comparisons():
             writer.line({"record": "comparison", "operator": operator, "tier": tier.name, **line})
     except Exception as error:  # whatever a user's operator raises is the end of its own cell alone
         cell.error = _told(error)
-    finally:
-        summary = cell.summary()
-        writer.line(summary)
-        problem = summary["error"] or {"message": summary["blocked"]}
-        print(f"{operator} {tier.name}: {problem['message'] or 'measured'}", flush=True)
+    summary = cell.summary()
+    writer.line(summary)
+    problem = cell.error["message"] if cell.error else cell.blocked
+    return problem or f"measured in {time.monotonic() - started:.1f} s"
 
 
 def _told(error: Exception) -> dict[str, Any]:
@@ -190,16 +192,19 @@ class _Variant:
         self.backward = any(name.startswith("gradient") for name in judged)
         self.reference = self._reference()
         self.baseline = self._baseline()
+        self.canonical = Results()
+        self.digests: dict[tuple[str, str, tuple[int, ...] | None], str] = {}
+        self.accuracies: dict[tuple[str, str], dict[str, Any]] = {}
 
     def comparisons(self) -> Iterator[dict[str, Any]]:
-        canonical = self._run(self.cell.layouts[0])
+        self.canonical = self._run(self.cell.layouts[0])
         self._profile()
-        yield from self._all(self.cell.layouts[0], canonical, canonical)
+        yield from self._all(self.cell.layouts[0], self.canonical)
         for layout in self.cell.layouts[1:]:
             if layout.how == "other_process":
-                yield from self._elsewhere(layout, canonical)
+                yield from self._elsewhere(layout, self.canonical)
             else:
-                yield from self._all(layout, self._run(layout), canonical)
+                yield from self._all(layout, self._run(layout))
 
     def _run(self, layout: Layout) -> Results:
         if self.backward and self.cell.no_backward is None:
@@ -210,14 +215,12 @@ class _Variant:
         return run(self.subject, layout, self.cell.seen, backward=False)
 
     def _profile(self) -> None:
-        device, silent = self.cell.on.device, observe.Seen()
-        names = observe.profiled(lambda: self._silently(silent), device)
-        if names is not None:
-            known = self.cell.seen.profiled or []
-            self.cell.seen.profiled = list(dict.fromkeys([*known, *names]))
-
-    def _silently(self, seen: observe.Seen) -> None:
+        """The canonical calls once more under the profiler; what it sees joins what was seen to run."""
+        if self.cell.on.device.type != "cuda":
+            return
+        seen = observe.Seen(profiling=True, profiled=self.cell.seen.profiled)
         run(self.subject, self.cell.layouts[0], seen, backward=self.backward and self.cell.no_backward is None)
+        self.cell.seen.profiled = seen.profiled
 
     def _reference(self) -> Results:
         """fp64 where it is cheap, else fp32, on the same inputs, upcast."""
@@ -245,7 +248,7 @@ class _Variant:
     def _limits(self, judgment: str) -> Mapping[str, float] | None:
         return self.cell.on.limits[judgment][self.node.family]
 
-    def _all(self, layout: Layout, found: Results, canonical: Results) -> Iterator[dict[str, Any]]:
+    def _all(self, layout: Layout, found: Results) -> Iterator[dict[str, Any]]:
         for judgment in self.judged:
             gradient = judgment.startswith("gradient")
             if gradient and self.cell.no_backward is not None:
@@ -253,10 +256,8 @@ class _Variant:
             accuracy = judgment.endswith("accuracy")
             if layout.name == CANONICAL and not accuracy:
                 continue
-            mine = found.gradients if gradient else found.outputs
-            other = (self.reference if accuracy else canonical).gradients if gradient else (
-                self.reference if accuracy else canonical
-            ).outputs  # fmt: skip
+            against = self.reference if accuracy else self.canonical
+            mine, other = (one.gradients if gradient else one.outputs for one in (found, against))
             for name, got in mine.items():
                 if gradient and name.removeprefix("d") in self.node.parameters:
                     line = self._compared(judgment, name, layout, layout.name, got, other[name], None)
@@ -298,7 +299,10 @@ class _Variant:
             "limits": limits,
         }
         if judgment.endswith("invariance"):
-            line |= {"against": CANONICAL, **comparing.same_bits(got, want)}
+            line |= {
+                "against": CANONICAL,
+                **comparing.same_bits(got, want, self._digest(judgment, name, samples, want)),
+            }
         else:
             line |= {"against": "reference", **self._accuracy(judgment, name, layout, got, want, limits)}
         return self._located(line, layout, samples, got)
@@ -306,19 +310,32 @@ class _Variant:
     def _accuracy(
         self, judgment: str, name: str, layout: Layout, got: Tensor, want: Tensor, limits: Mapping[str, float] | None
     ) -> dict[str, Any]:
+        """Of a tensor that is the canonical one to the bit, the figures are known."""
+        canonical = self.canonical.gradients if judgment.startswith("gradient") else self.canonical.outputs
+        if (judgment, name) in self.accuracies and comparing.identical(got, canonical[name]):
+            known = self.accuracies[judgment, name]
+            return {**known, "first": known["first"] and dict(known["first"])}
         allowed = limits if limits is not None and got.is_floating_point() else {}
         atol, rtol = allowed.get("atol", 0.0), allowed.get("rtol", 0.0)
         line = comparing.errors(got, want, atol, rtol).plain()
-        line |= {"digest": comparing.fingerprint(got), "against_digest": comparing.fingerprint(want)}
+        line |= {"digest": comparing.fingerprint(got), "against_digest": self._digest(judgment, name, None, want)}
         if "baseline_ratio" in allowed:
-            line["yardstick"] = self._yardstick(judgment, name, layout, want, got.dtype)
-        if layout.name == CANONICAL and limits is not None:
-            self._violable(judgment, name, got, want, line)
+            known = self.accuracies.get((judgment, name))
+            line["yardstick"] = known["yardstick"] if known else self._yardstick(judgment, name, got.dtype)
+        if layout.name == CANONICAL:
+            self.accuracies[judgment, name] = {**line, "first": line["first"] and dict(line["first"])}
+            if limits is not None:
+                self._violable(judgment, name, got, want, line)
         return line
 
-    def _yardstick(
-        self, judgment: str, name: str, layout: Layout, want: Tensor, dtype: torch.dtype
-    ) -> dict[str, float]:
+    def _digest(self, judgment: str, name: str, samples: tuple[int, ...] | None, want: Tensor) -> str:
+        """The fingerprint of a right side, taken once."""
+        key = (judgment, name, samples)
+        if key not in self.digests:
+            self.digests[key] = comparing.fingerprint(want)
+        return self.digests[key]
+
+    def _yardstick(self, judgment: str, name: str, dtype: torch.dtype) -> dict[str, float]:
         """Largest and RMS error of plain torch in the canonical layout, and of the reference once rounded."""
         assert self.baseline is not None
         gradient = judgment.startswith("gradient")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from rlspec.report import jsonfile, junit, markdown, terminal
 Report = Mapping[str, Any]
 Writer = Callable[[Report], str]
 
+ZIPPED = ".gz"
 WRITERS: dict[str, Writer] = {
     ".json": jsonfile.render,
     ".md": markdown.render,
@@ -22,7 +24,7 @@ WRITERS: dict[str, Writer] = {
 
 def writer(path: Path) -> Writer:
     """The writer for a file of this name. Raises SpecError if there is none."""
-    suffix = path.suffix.lower()
+    suffix = path.with_suffix("").suffix.lower() if path.suffix.lower() == ZIPPED else path.suffix.lower()
     if suffix in WRITERS:
         return WRITERS[suffix]
     if suffix in (".html", ".htm"):
@@ -38,12 +40,17 @@ def known(paths: Iterable[Path]) -> None:
 
 
 def write(report: Report, path: Path) -> None:
-    """The report in the format that the suffix names, whole or not at all. Raises SpecError and RunError."""
-    text = writer(path)(jsonfile.restore(report))
+    """The report in the format that the suffix names, whole or not at all, `.gz` after it compressed.
+
+    Raises SpecError and RunError.
+    """
+    raw = writer(path)(jsonfile.restore(report)).encode()
+    if path.suffix.lower() == ZIPPED:
+        raw = gzip.compress(raw, mtime=0)
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8", newline="\n")
+        partial.write_bytes(raw)
         partial.replace(path)
     except OSError as error:
         raise RunError(f"cannot write the report to {path}: {error.strerror or error}") from error
