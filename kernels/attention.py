@@ -364,11 +364,11 @@ def _pads_kernel(
 
 @triton.jit(do_not_specialize=["queries"])
 def _delta_kernel(
-    OUT, GRAD, LSE, SCALED, DELTA, o_row, o_token, o_head, g_row, g_token, g_head, queries,
+    OUT, GRAD, LSE, STATS, o_row, o_token, o_head, g_row, g_token, g_head, queries,
     HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    # delta and log2(e)·lse, both [rows, heads, tokens] for the kernels below. One tile shape a width and always the
-    # same alignment, so the tree of this sum is fixed.
+    # log2(e)·lse and delta side by side, [rows, heads, tokens, 2], for the kernels below. One tile shape a width and
+    # always the same alignment, so the tree of this sum is fixed.
     program = tl.program_id(0)
     head = program % HEADS
     blocks = tl.cdiv(queries, ROWS)
@@ -381,9 +381,9 @@ def _delta_kernel(
     grad = tl.load(GRAD + row * g_row + head.to(tl.int64) * g_head + tokens * g_token + columns, mask=live[:, None])
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     lse = tl.load(LSE + (row * queries + token) * HEADS + head, mask=live)
-    cell = (row * HEADS + head) * queries + token
-    tl.store(DELTA + cell, delta, mask=live)
-    tl.store(SCALED + cell, lse * LOG2E, mask=live)
+    stats = STATS + ((row * HEADS + head) * queries + token) * 2
+    tl.store(stats, lse * LOG2E, mask=live)
+    tl.store(stats + 1, delta, mask=live)
 
 
 @triton.jit
@@ -403,7 +403,7 @@ def _absorb_dq(dq, q, grad, k, v, lse, delta, positions, start, full, scale, N: 
 
 @triton.jit(do_not_specialize=["segments", "tiles", "queries"])
 def _dq_kernel(
-    Q, K, V, GRAD, SCALED, DELTA, DQ, TABLE,
+    Q, K, V, GRAD, STATS, DQ, TABLE,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, g_row, g_token, g_head,
     scale, factor, segments, tiles, queries,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -436,9 +436,9 @@ def _dq_kernel(
     g_base = GRAD + row * g_row + q_start * g_token + head * g_head
     q = _tokens(q_base, TABLE, tile * M, q_length, q_token, 0, D, M, 0, True)
     grad = _tokens(g_base, TABLE, tile * M, q_length, g_token, 0, D, M, 0, True)
-    stat = (row * HEADS + head) * queries + q_start + query
-    lse = tl.load(SCALED + stat, mask=live, other=float("inf"))
-    delta = tl.load(DELTA + stat, mask=live, other=0.0)
+    stats = STATS + ((row * HEADS + head) * queries + q_start + query) * 2
+    lse = tl.load(stats, mask=live, other=float("inf"))
+    delta = tl.load(stats + 1, mask=live, other=0.0)
     k_base = K + row * k_row + k_start * k_token + head // GROUP * k_head
     v_base = V + row * v_row + k_start * v_token + head // GROUP * v_head
     dq = tl.zeros((M, D), tl.float32)
@@ -453,7 +453,7 @@ def _dq_kernel(
 
 @triton.jit(do_not_specialize=["segments", "queries", "keys"])
 def _dkv_kernel(
-    Q, K, V, GRAD, SCALED, DELTA, DK, DV, TABLE,
+    Q, K, V, GRAD, STATS, DK, DV, TABLE,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, g_row, g_token, g_head,
     scale, factor, segments, queries, keys,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -486,31 +486,40 @@ def _dkv_kernel(
     blocks = tl.maximum(end - begin, 0)
     offsets = tl.arange(0, N)
     columns = tl.arange(0, D)[None, :]
-    q_base = Q + row * q_row + (q_start - before) * q_token + columns + offsets[:, None] * q_token
-    g_base = GRAD + row * g_row + (q_start - before) * g_token + columns + offsets[:, None] * g_token
-    stats = row * HEADS * queries + q_start - before
+    q_base = Q + row * q_row + (q_start - before) * q_token
+    g_base = GRAD + row * g_row + (q_start - before) * g_token
+    q_offsets = offsets[:, None] * q_token + columns
+    g_offsets = offsets[:, None] * g_token + columns
+    stats = STATS + (row * HEADS * queries + q_start - before) * 2
+    both = offsets[:, None] * 2 + tl.arange(0, 2)[None, :]
     dk = tl.zeros((M, D), tl.float32)
     dv = tl.zeros((M, D), tl.float32)
-    for step in tl.range(0, GROUP * blocks, num_stages=STAGES):
-        head = kv_head * GROUP + step // blocks
-        start = (begin + step % blocks) * N
-        position = start + offsets
-        live = (position >= before) & (position < k_length)
-        q = tl.load(q_base + head * q_head + tl.cast(start, tl.int64) * q_token, mask=live[:, None], other=0.0)
-        lse = tl.load(SCALED + (stats + head * queries + start) + offsets, mask=live, other=float("inf"))
-        scores = tl.dot(k, tl.trans(q), input_precision="ieee")
-        p = tl.exp2(tl.fma(scores, scale, -lse[None, :]))
-        if WINDOW > 0:
-            apart = position[None, :] - key[:, None]
-            p = tl.where((apart >= 0) & (apart < WINDOW), p, 0.0)
-        elif start < tile * M + M:
-            p = tl.where(position[None, :] >= key[:, None], p, 0.0)
-        grad = tl.load(g_base + head * g_head + tl.cast(start, tl.int64) * g_token, mask=live[:, None], other=0.0)
-        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
-        delta = tl.load(DELTA + (stats + head * queries + start) + offsets, mask=live, other=0.0)
-        dp = tl.dot(v, tl.trans(grad), input_precision="ieee")
-        ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    for member in range(GROUP):
+        head = kv_head * GROUP + member
+        q_head_base = q_base + head * q_head
+        g_head_base = g_base + head * g_head
+        head_stats = stats + head * queries * 2
+        for start in tl.range(begin * N, end * N, N, num_stages=STAGES):
+            first = tl.cast(start, tl.int64)
+            position = start + offsets
+            live = (position - before).to(tl.uint32) < q_length.to(tl.uint32)  # both ends in one comparison
+            q = tl.load(q_head_base + first * q_token + q_offsets, mask=live[:, None], other=0.0)
+            # 128 numbers, so that the compiler spreads the load over the threads
+            pair = tl.load(head_stats + start * 2 + both, mask=live[:, None], other=0.0)
+            lse, delta = tl.split(pair)
+            lse = tl.where(live, lse, float("inf"))
+            scores = tl.dot(k, tl.trans(q), input_precision="ieee")
+            p = tl.exp2(tl.fma(scores, scale, -lse[None, :]))
+            if WINDOW > 0:
+                apart = position[None, :] - key[:, None]
+                p = tl.where((apart >= 0) & (apart < WINDOW), p, 0.0)
+            elif start < tile * M + M:
+                p = tl.where(position[None, :] >= key[:, None], p, 0.0)
+            grad = tl.load(g_head_base + first * g_token + g_offsets, mask=live[:, None], other=0.0)
+            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
+            dp = tl.dot(v, tl.trans(grad), input_precision="ieee")
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     cell = ((row * keys + k_start + key) * KV + kv_head)[:, None] * D + columns
     tl.store(DK + cell, (dk * factor).to(DK.dtype.element_ty), mask=(key < k_length)[:, None])
     tl.store(DV + cell, dv.to(DV.dtype.element_ty), mask=(key < k_length)[:, None])
@@ -731,21 +740,21 @@ def _backward(
     dq_tile = dq_tile or _dq_tile(query.dtype, width)
     dkv_tile = dkv_tile or _dkv_tile(query.dtype, width)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
-    scaled, delta = lse.new_empty((2, rows, heads, queries))
+    stats = lse.new_empty((rows, heads, queries, 2))
     strides = [step for x in (query, key, value, grad) for step in x.stride()[:3]]
     factors = scale * math.log2(math.e), scale
     options = {"HEADS": heads, "GROUP": heads // kv_heads, "D": width, "N": KEYS, "WINDOW": window or 0}
     with _on(query):
         _delta_kernel[(rows * triton.cdiv(queries, 64) * heads,)](
-            out, grad, lse, scaled, delta, *out.stride()[:3], *grad.stride()[:3], queries, HEADS=heads, D=width, ROWS=64
+            out, grad, lse, stats, *out.stride()[:3], *grad.stride()[:3], queries, HEADS=heads, D=width, ROWS=64
         )
         _dkv_kernel[(kv_heads * len(segments) * triton.cdiv(max_key, dkv_tile.rows),)](
-            query, key, value, grad, scaled, delta, dk, dv, segments, *strides, *factors, len(segments), queries, keys,
+            query, key, value, grad, stats, dk, dv, segments, *strides, *factors, len(segments), queries, keys,
             M=dkv_tile.rows, STAGES=dkv_tile.stages, num_warps=dkv_tile.warps, **options,
         )  # fmt: skip
         tiles = triton.cdiv(max_query, dq_tile.rows)
         _dq_kernel[(heads * len(segments) * tiles,)](
-            query, key, value, grad, scaled, delta, dq, segments, *strides, *factors, len(segments), tiles, queries,
+            query, key, value, grad, stats, dq, segments, *strides, *factors, len(segments), tiles, queries,
             M=dq_tile.rows, STAGES=dq_tile.stages, num_warps=dq_tile.warps, **options,
         )  # fmt: skip
         _clear_pads(dq, None, segments, 1, max_query)

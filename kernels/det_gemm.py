@@ -43,6 +43,7 @@ class Tile(NamedTuple):
     stripe: for few rows; result stored from registers. `swap` puts the weight first, where the matrix unit wants 64.
     single: one tile a program, stored through tensor memory access.
     steady: programs stay and walk over tiles; the loads of the next tile start under the last steps of this one.
+    thirds: as single, but 96 or 192 columns, by two accumulators of which the second has half the columns of the first.
     """
 
     kind: str
@@ -63,7 +64,7 @@ TILES: dict[str, tuple[tuple[float, Tile], ...]] = {
         (64, Tile("stripe", 64, 32, 256, 4, 4)),
         (128, Tile("single", 64, 64, 128, 4, 6)),
         (256, Tile("single", 64, 128, 128, 4, 4)),
-        (512, Tile("steady", 128, 128, 64, 8, 5)),
+        (512, Tile("steady", 128, 128, 64, 4, 5)),
         (float("inf"), _LARGE),
     ),
     "deep": (
@@ -73,7 +74,7 @@ TILES: dict[str, tuple[tuple[float, Tile], ...]] = {
         (64, Tile("stripe", 64, 32, 256, 4, 4)),
         (128, Tile("single", 64, 64, 128, 4, 6)),
         (256, Tile("single", 64, 128, 128, 4, 4)),
-        (512, Tile("steady", 128, 128, 64, 8, 5)),
+        (512, Tile("steady", 128, 128, 64, 4, 5)),
         (float("inf"), _LARGE),
     ),
     "wider": (
@@ -81,15 +82,16 @@ TILES: dict[str, tuple[tuple[float, Tile], ...]] = {
         (32, Tile("stripe", 32, 64, 256, 4, 4, swap=True)),
         (64, Tile("stripe", 64, 64, 128, 4, 5, swap=True)),
         (128, Tile("stripe", 128, 64, 128, 4, 4, swap=True)),
-        (256, Tile("steady", 128, 128, 64, 8, 5)),
+        (256, Tile("thirds", 128, 96, 64, 8, 6)),
+        (1024, Tile("thirds", 128, 192, 64, 8, 4)),
         (float("inf"), _LARGE),
     ),
     "wide": (
         (16, Tile("stripe", 16, 64, 128, 4, 4)),
         (32, Tile("stripe", 32, 64, 256, 4, 4, swap=True)),
         (64, Tile("steady", 64, 64, 128, 4, 6)),
-        (128, Tile("stripe", 128, 64, 128, 4, 4, swap=True)),
-        (256, Tile("steady", 128, 128, 64, 8, 5)),
+        (128, Tile("steady", 64, 128, 128, 4, 4)),
+        (256, Tile("thirds", 128, 192, 64, 8, 4)),
         (float("inf"), _LARGE),
     ),
     "vocabulary": (
@@ -102,11 +104,11 @@ TILES: dict[str, tuple[tuple[float, Tile], ...]] = {
     "data gradient": (
         (128, Tile("single", 64, 64, 128, 4, 6)),
         (256, Tile("single", 64, 128, 128, 4, 4)),
-        (512, Tile("steady", 128, 128, 64, 8, 5)),
+        (512, Tile("steady", 128, 128, 64, 4, 5)),
         (float("inf"), _LARGE),
     ),
 }
-FOLD_TILE = Tile("single", 128, 256, 64, 8, 4)
+FOLD_TILE = Tile("single", 128, 256, 64, 8, 3)
 
 
 def _family(columns: int, width: int) -> str:
@@ -196,29 +198,42 @@ def _stripe(
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "width"])
-def _single(
+def _tiles(
     x, weight, out, rows, columns, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ALONG: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    m, n = _place(tl.program_id(0), tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS))
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    acc = _chain(x, weight, acc, m * ROWS, n * COLUMNS, tl.cdiv(width, DEPTH), DEPTH, ALONG, False)
-    _store(out, acc, m * ROWS, n * COLUMNS, COLUMNS, PARTS)
-
-
-@triton.jit(do_not_specialize=["rows", "columns", "width"])
-def _steady(
-    x, weight, out, rows, columns, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ALONG: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ALONG: tl.constexpr, PARTS: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(rows, ROWS)
     tiles_n = tl.cdiv(columns, COLUMNS)
     steps = tl.cdiv(width, DEPTH)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
         m, n = _place(tile, tiles_m, tiles_n)
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
         acc = _chain(x, weight, acc, m * ROWS, n * COLUMNS, steps, DEPTH, ALONG, False)
         _store(out, acc, m * ROWS, n * COLUMNS, COLUMNS, PARTS)
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "width"])
+def _thirds(
+    x, first, second, first_out, second_out, rows, columns, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    # Tensors in Triton have powers of two; these tiles divide some layers evenly among 132 multiprocessors.
+    FIRST: tl.constexpr = COLUMNS // 3 * 2
+    tiles_m = tl.cdiv(rows, ROWS)
+    tiles_n = tl.cdiv(columns, COLUMNS)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        m, n = _place(tile, tiles_m, tiles_n)
+        left = tl.zeros((ROWS, FIRST), tl.float32)
+        right = tl.zeros((ROWS, COLUMNS // 3), tl.float32)
+        for step in range(tl.cdiv(width, DEPTH)):
+            a = x.load([m * ROWS, step * DEPTH])
+            b = first.load([n * COLUMNS, step * DEPTH])
+            c = second.load([n * COLUMNS + FIRST, step * DEPTH])
+            left = tl.dot(a, b.T, left, input_precision="ieee")
+            right = tl.dot(a, c.T, right, input_precision="ieee")
+        first_out.store([m * ROWS, n * COLUMNS], left.to(first_out.dtype))
+        second_out.store([m * ROWS, n * COLUMNS + FIRST], right.to(second_out.dtype))
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -301,6 +316,9 @@ def _product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, along: bool = F
     """out [M, N] = x [M, K] · weight [N, K]ᵀ; `along`: weight is [K, N]. Rows must suit tensor memory access."""
     (rows, width), columns = x.shape, out.shape[1]
     tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    if tile.kind == "thirds":
+        assert not along
+        return _thirds_product(x, weight, out, tile, tiles)
     wanted = [tile.depth, tile.columns] if along else [tile.columns, tile.depth]
     sources = (_described(x, [tile.rows, tile.depth]), _described(weight, wanted))
     sizes = (rows, columns, width, tile.rows, tile.columns, tile.depth)
@@ -311,8 +329,16 @@ def _product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, along: bool = F
     parts = max(1, tile.rows * tile.columns * out.element_size() // 32768)
     target = _described(out, [tile.rows, tile.columns // parts])
     programs = tiles if tile.kind == "single" else min(tiles, _processors(x.device))
-    kernel = _single if tile.kind == "single" else _steady
-    return Launch(kernel, (programs,), (*sources, target, *sizes, along, parts), options)
+    return Launch(_tiles, (programs,), (*sources, target, *sizes, along, parts, tile.kind == "steady"), options)
+
+
+def _thirds_product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, tiles: int) -> Launch:
+    part = tile.columns // 3
+    weights = (_described(weight, [2 * part, tile.depth]), _described(weight, [part, tile.depth]))
+    targets = (_described(out, [tile.rows, 2 * part]), _described(out, [tile.rows, part]))
+    sizes = (x.shape[0], out.shape[1], x.shape[1], tile.rows, tile.columns, tile.depth)
+    args = (_described(x, [tile.rows, tile.depth]), *weights, *targets, *sizes)
+    return Launch(_thirds, (tiles,), args, {"num_warps": tile.warps, "num_stages": tile.stages})
 
 
 def _plain_product(a: Tensor, b: Tensor, out: Tensor, resume: bool = False) -> Launch:

@@ -111,49 +111,67 @@ def _forward(tokens, weight, out, weight_row, vocabulary, width, blocks, BLOCK: 
     tl.store(out + row * width + column, value, mask=column < width)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _backward(
-    total, ids, rows, dy, dy_row, vocabulary, width, blocks, count,
-    RESUME: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """ids [count] ascending and the row of dy for each. Works where a new id begins, in one block of columns."""
+@triton.jit
+def _rows8(dy, dy_row, rows, at, end, column, width):
+    """The 8 rows of dy from place `at`, [8, BLOCK] fp32. A row past the end is -0, which leaves every sum as it is."""
+    place = at + tl.arange(0, 8)
+    row = tl.load(rows + place, mask=place < end, other=0).to(tl.int64)
+    mask = (place < end)[:, None] & (column < width)[None, :]
+    return tl.load(dy + row[:, None] * dy_row + column[None, :], mask=mask, other=-0.0).to(tl.float32)
+
+
+@triton.jit
+def _add8(acc, x, BLOCK: tl.constexpr):
+    """acc + x[0] + x[1] + ... + x[7], from left to right. Each `split` parts rows by the last bit of their number."""
+    x_0, x_1 = tl.split(tl.reshape(tl.trans(x), (BLOCK, 4, 2)))
+    x_00, x_10 = tl.split(tl.reshape(x_0, (BLOCK, 2, 2)))
+    x_01, x_11 = tl.split(tl.reshape(x_1, (BLOCK, 2, 2)))
+    x0, x4 = tl.split(x_00)
+    x1, x5 = tl.split(x_01)
+    x2, x6 = tl.split(x_10)
+    x3, x7 = tl.split(x_11)
+    return acc + x0 + x1 + x2 + x3 + x4 + x5 + x6 + x7
+
+
+@triton.jit
+def _backward(total, ids, ends, rows, dy, dy_row, vocabulary, width, blocks, RESUME: tl.constexpr, BLOCK: tl.constexpr):
+    """ids ascending, where the run of each ends, and the row of dy for each.
+
+    Works where a run begins, in one block of columns: 16 loads at a time that wait for no sum, then 16 sums in order.
+    """
     at = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
     token = tl.load(ids + at)
     before = tl.load(ids + at - 1, mask=at > 0, other=-1)
     if (token != before) & (token >= 0) & (token < vocabulary):
+        end = tl.load(ends + at)
         to = total + token * width + column
         acc = tl.zeros([BLOCK], tl.float32)
         if RESUME:
-            acc = tl.load(to, mask=inside).to(tl.float32)
-        more = True
-        while more:
-            # AHEAD loads that wait for no sum; the sums keep their order, and a row of the next id leaves no trace.
-            for step in tl.static_range(AHEAD):
-                mine = (at + step < count) & (tl.load(ids + at + step, mask=at + step < count, other=-1) == token)
-                row = tl.load(rows + at + step, mask=mine, other=0).to(tl.int64)
-                reach = tl.where(mine, width, 0)
-                value = tl.load(dy + row * dy_row + column, mask=column < reach, other=0.0).to(tl.float32)
-                acc = tl.where(mine, acc + value, acc)
-            at += AHEAD
-            more = tl.load(ids + at, mask=at < count, other=-1) == token
-        tl.store(to, acc.to(total.dtype.element_ty), mask=inside)
+            acc = tl.load(to, mask=column < width).to(tl.float32)
+        while at < end:
+            low = _rows8(dy, dy_row, rows, at, end, column, width)
+            high = _rows8(dy, dy_row, rows, at + 8, end, column, width)
+            acc = _add8(_add8(acc, low, BLOCK), high, BLOCK)
+            at += 16
+        tl.store(to, acc.to(total.dtype.element_ty), mask=column < width)
 
 
 def _add(total: Tensor, ids: Tensor, rows: Tensor, dy: Tensor, *, resume: bool) -> None:
     """total[ids[k]] += dy[rows[k]] for k ascending; without `resume` from 0, for the ids that occur."""
     vocabulary, width = total.shape
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
-    block = min(triton.next_power_of_2(width), 1024)
+    # One warp a program: then ptxas keeps 8 rows in flight, and with four warps 2.
+    block = min(triton.next_power_of_2(width), 256)
     blocks = triton.cdiv(width, block)
     with _device(total):
         ids, order = ids.sort(stable=True)
         rows = rows.index_select(0, order)
+        ends = torch.searchsorted(ids, ids, right=True)
         stride = dy.stride(0) if len(dy) > 1 else width
         _backward[(len(ids) * blocks,)](
-            total, ids, rows, dy, stride, vocabulary, width, blocks, len(ids),
-            RESUME=resume, BLOCK=block, AHEAD=8, num_warps=max(1, min(4, block // 256)), enable_fp_fusion=False,
+            total, ids, ends, rows, dy, stride, vocabulary, width, blocks,
+            RESUME=resume, BLOCK=block, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 
 

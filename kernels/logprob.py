@@ -8,11 +8,11 @@ Two ways to the log-sum-exp, each with one reading of the logits:
 
     batch_invariant_logprob   streams: one program a row takes tiles of 256 lanes x 8 columns from left to right, and
                               each lane keeps a running maximum and the sum relative to it (online softmax)
-    logprob                   cuts the row into tiles of 8192 columns that run side by side, so that few rows fill
-                              the chip too, and joins them in a second kernel
+    logprob                   cuts the row at multiples of 32768 columns into spans that run side by side, each as
+                              above, so that few rows fill the chip too, and joins them in a second kernel
 
 The work of a row is the same in both wherever the row stands: cuts lie at fixed columns, the 8 columns of a lane, the
-256 lanes and the tiles are added along a tree written out below, not one that the compiler makes from its layout. The
+256 lanes and the spans are added along a tree written out below, not one that the compiler makes from its layout. The
 maximum is exact in any order. Differences are taken before the scaling by log2(e), so the factor of a sum whose
 maximum did not move is exp2(0) = 1 exactly. A maximum of -inf counts as 0, so columns that are all -inf add nothing.
 
@@ -37,8 +37,8 @@ from torch.autograd.function import once_differentiable
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LANES = 256
-STEP = LANES * 8
-TILE = 4 * STEP
+STAGES = 4
+SPAN = 32768
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -88,18 +88,18 @@ class _Logprob(torch.autograd.Function):
         x, t = _rows(logits), targets.contiguous().flatten()
         rows, width = x.shape
         found, top, scale, spread = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(4))
-        options = {"ENTROPY": entropy, "LANES": LANES, "num_warps": 4, "enable_fp_fusion": False}
+        options = {"ENTROPY": entropy, "LANES": LANES, "STAGES": STAGES, "num_warps": 4, "enable_fp_fusion": False}
         stride = x.stride(0) if rows > 1 else width
         with _device(x):
             if stream:
                 _stream[(rows,)](x, t, found, top, scale, spread, stride, width, ignored, **options)
             else:
-                tiles = triton.cdiv(width, TILE)
-                parts = torch.empty(3, rows * tiles, dtype=torch.float32, device=x.device)
-                _tiles[(rows * tiles,)](x, t, *parts, stride, width, tiles, ignored, STEPS=TILE // STEP, **options)
+                spans = triton.cdiv(width, SPAN)
+                parts = [torch.empty(rows * spans, dtype=torch.float32, device=x.device) for _ in range(3)]
+                _spans[(rows * spans,)](x, t, *parts, stride, width, spans, ignored, SPAN=SPAN, **options)
                 _join[(rows,)](
-                    x, t, *parts, found, top, scale, spread, stride, width, tiles, ignored,
-                    TILES=triton.next_power_of_2(tiles), DEPTH=(tiles - 1).bit_length(), ENTROPY=entropy,
+                    x, t, *parts, found, top, scale, spread, stride, width, spans, ignored,
+                    SPANS=triton.next_power_of_2(spans), DEPTH=(spans - 1).bit_length(), ENTROPY=entropy,
                     num_warps=1, enable_fp_fusion=False,
                 )  # fmt: skip
         ctx.save_for_backward(logits, t, top, scale, spread if entropy else None)
@@ -113,7 +113,7 @@ class _Logprob(torch.autograd.Function):
         x = _rows(logits)
         rows, width = x.shape
         dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        block = min(triton.next_power_of_2(width), 4096)
+        block = min(triton.next_power_of_2(width), 2048)
         blocks = triton.cdiv(width, block)
         entropy = spread is not None
         dy = grad.reshape(-1).contiguous()
@@ -157,9 +157,8 @@ def _shifted(total, moment, gap):
 
 
 @triton.jit
-def _take(x, at, width, top, total, moment, ENTROPY: tl.constexpr, LANES: tl.constexpr):
-    """Add columns `at` [LANES, 8] to each lane's maximum and its sums of exp(x - top) and (x - top) · exp(x - top)."""
-    value = tl.load(x + at, mask=at < width, other=float("-inf")).to(tl.float32)
+def _take(value, top, total, moment, ENTROPY: tl.constexpr, LANES: tl.constexpr):
+    """Add 8 columns [LANES, 8] to each lane's maximum and its sums of exp(x - top) and (x - top) · exp(x - top)."""
     high = tl.maximum(top, tl.max(value, 1))
     base = _finite(high)
     gap = top - base
@@ -168,7 +167,8 @@ def _take(x, at, width, top, total, moment, ENTROPY: tl.constexpr, LANES: tl.con
     weight = tl.exp2(below * LOG2E)
     if ENTROPY:
         moment = _shifted(total, moment, gap) * keep
-        moment += _sum8(tl.where(weight == 0.0, 0.0, below * weight), LANES)
+        # exp(-200) is 0 in fp32, so the bound only makes 0 of -inf · 0.
+        moment += _sum8(tl.maximum(below, -200.0) * weight, LANES)
     return high, total * keep + _sum8(weight, LANES), moment
 
 
@@ -182,6 +182,26 @@ def _meet(top, total, moment, N: tl.constexpr, DEPTH: tl.constexpr, ENTROPY: tl.
     if ENTROPY:
         joined = _tree(_shifted(total, moment, gap) * keep, N, DEPTH)
     return high, _tree(total * keep, N, DEPTH), joined
+
+
+@triton.jit
+def _read(x, first, last, ENTROPY: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr):
+    """Maximum and sums of the columns from `first`, a multiple of 8 · LANES, to `last`.
+
+    Whole tiles come through shared memory, STAGES - 1 ahead; the last one, if it is not whole, is filled up with -inf.
+    """
+    at = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    top = tl.full([LANES], float("-inf"), tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    moment = tl.zeros([LANES], tl.float32)
+    whole = last - (last - first) % (LANES * 8)
+    for start in tl.range(first, whole, LANES * 8, num_stages=STAGES):
+        value = tl.load(x + start + at).to(tl.float32)
+        top, total, moment = _take(value, top, total, moment, ENTROPY, LANES)
+    if whole < last:
+        value = tl.load(x + whole + at, mask=whole + at < last, other=float("-inf")).to(tl.float32)
+        top, total, moment = _take(value, top, total, moment, ENTROPY, LANES)
+    return _meet(top, total, moment, LANES, 8, ENTROPY)
 
 
 @triton.jit
@@ -206,7 +226,8 @@ def _ignore(row, found, spread, ENTROPY: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ignored"])
 def _stream(
-    x, targets, found, tops, scales, spread, x_row, width, ignored, ENTROPY: tl.constexpr, LANES: tl.constexpr
+    x, targets, found, tops, scales, spread, x_row, width, ignored,
+    ENTROPY: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
@@ -214,34 +235,22 @@ def _stream(
         _ignore(row, found, spread, ENTROPY)
     else:
         x += row * x_row
-        at = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
-        top = tl.full([LANES], float("-inf"), tl.float32)
-        total = tl.zeros([LANES], tl.float32)
-        moment = tl.zeros([LANES], tl.float32)
-        for first in range(0, width, LANES * 8):
-            top, total, moment = _take(x, first + at, width, top, total, moment, ENTROPY, LANES)
-        high, whole, joined = _meet(top, total, moment, LANES, 8, ENTROPY)
+        high, whole, joined = _read(x, 0, width, ENTROPY, LANES, STAGES)
         _finish(x, target, row, found, tops, scales, spread, high, whole, joined, width, ENTROPY)
 
 
 @triton.jit(do_not_specialize=["ignored"])
-def _tiles(
-    x, targets, highs, totals, moments, x_row, width, tiles, ignored,
-    STEPS: tl.constexpr, ENTROPY: tl.constexpr, LANES: tl.constexpr,
+def _spans(
+    x, targets, highs, totals, moments, x_row, width, spans, ignored,
+    SPAN: tl.constexpr, ENTROPY: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The maximum and sums of one tile of STEPS · 8 · LANES columns, which starts within the row."""
+    """The maximum and sums of one span."""
     place = tl.program_id(0).to(tl.int64)
-    row = place // tiles
+    row = place // spans
     if tl.load(targets + row) != ignored:
-        x += row * x_row
-        at = (place % tiles).to(tl.int32) * (STEPS * LANES * 8)
-        at += tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
-        top = tl.full([LANES], float("-inf"), tl.float32)
-        total = tl.zeros([LANES], tl.float32)
-        moment = tl.zeros([LANES], tl.float32)
-        for step in tl.static_range(STEPS):
-            top, total, moment = _take(x, at + step * LANES * 8, width, top, total, moment, ENTROPY, LANES)
-        high, whole, joined = _meet(top, total, moment, LANES, 8, ENTROPY)
+        first = (place % spans).to(tl.int32) * SPAN
+        last = tl.where(first + SPAN < width, first + SPAN, width)
+        high, whole, joined = _read(x + row * x_row, first, last, ENTROPY, LANES, STAGES)
         tl.store(highs + place, high)
         tl.store(totals + place, whole)
         if ENTROPY:
@@ -250,23 +259,23 @@ def _tiles(
 
 @triton.jit(do_not_specialize=["ignored"])
 def _join(
-    x, targets, highs, totals, moments, found, tops, scales, spread, x_row, width, tiles, ignored,
-    TILES: tl.constexpr, DEPTH: tl.constexpr, ENTROPY: tl.constexpr,
+    x, targets, highs, totals, moments, found, tops, scales, spread, x_row, width, spans, ignored,
+    SPANS: tl.constexpr, DEPTH: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of one row; places past the last are empty: maximum -inf, sums 0."""
+    """The spans of one row; places past the last are empty: maximum -inf, sums 0."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     if target == ignored:
         _ignore(row, found, spread, ENTROPY)
     else:
-        tile = tl.arange(0, TILES)
-        place = row * tiles + tile
-        top = tl.load(highs + place, mask=tile < tiles, other=float("-inf"))
-        total = tl.load(totals + place, mask=tile < tiles, other=0.0)
-        moment = tl.zeros([TILES], tl.float32)
+        span = tl.arange(0, SPANS)
+        place = row * spans + span
+        top = tl.load(highs + place, mask=span < spans, other=float("-inf"))
+        total = tl.load(totals + place, mask=span < spans, other=0.0)
+        moment = tl.zeros([SPANS], tl.float32)
         if ENTROPY:
-            moment = tl.load(moments + place, mask=tile < tiles, other=0.0)
-        high, whole, joined = _meet(top, total, moment, TILES, DEPTH, ENTROPY)
+            moment = tl.load(moments + place, mask=span < spans, other=0.0)
+        high, whole, joined = _meet(top, total, moment, SPANS, DEPTH, ENTROPY)
         _finish(x + row * x_row, target, row, found, tops, scales, spread, high, whole, joined, width, ENTROPY)
 
 

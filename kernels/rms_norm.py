@@ -44,6 +44,14 @@ def _root(x, eps, WIDTH: tl.constexpr):
     return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, 1) / WIDTH + eps))[:, None]
 
 
+@triton.jit
+def _weight(weight, column, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    # Once a row, so that it comes in the layout of x and nothing is moved between threads.
+    places = tl.broadcast_to(weight + column, (ROWS, column.shape[1]))
+    inside = tl.broadcast_to(column < WIDTH, (ROWS, column.shape[1]))
+    return tl.load(places, mask=inside, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["rows", "inner", "x_outer", "x_inner"])
 def _forward(
     x, weight, y, rows, inner, x_outer, x_inner, eps,
@@ -54,7 +62,7 @@ def _forward(
     inside = (row < rows)[:, None] & (column < WIDTH)
     start = ((row // inner).to(tl.int64) * x_outer + (row % inner) * x_inner)[:, None] * UNIT
     value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    w = _weight(weight, column, ROWS, WIDTH)
     value = value * _root(value, eps, WIDTH)
     if ROUND:
         value = value.to(y.dtype.element_ty).to(tl.float32)
@@ -74,7 +82,7 @@ def _data_gradient(
     dy_start = (outer * dy_outer + within * dy_inner)[:, None] * UNIT
     value = tl.load(x + x_start + column, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(dy + dy_start + column, mask=inside, other=0.0).to(tl.float32)
-    g = g * tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    g = g * _weight(weight, column, ROWS, WIDTH)
     root = _root(value, eps, WIDTH)
     n = value * root
     mean = (tl.sum(g * n, 1) / WIDTH)[:, None]
@@ -89,7 +97,7 @@ def _data_gradient(
 def _block_sums(
     x, dy, table, sums, rows, heads, x_outer, x_inner, dy_outer, dy_inner, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
-    GROUP: tl.constexpr, TABLE: tl.constexpr,
+    GROUP: tl.constexpr, TABLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """sums [B, WIDTH] = Σ dy · n over the 16 positions of each block and their heads: position-major, head-minor.
 
@@ -98,7 +106,7 @@ def _block_sums(
     block = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
     acc = tl.zeros((ROWS, BLOCK), tl.float32)
-    for first in range(0, GROUP * heads, ROWS):
+    for first in tl.range(0, GROUP * heads, ROWS, num_stages=STAGES):
         of_block = first + tl.arange(0, ROWS)
         position = block * GROUP + of_block // heads
         head = of_block % heads
@@ -202,12 +210,12 @@ def _data_launch(x: Tensor, weight: Tensor, dy: Tensor, dx: Tensor, eps: float) 
 
 
 def _sums_launch(x: Tensor, dy: Tensor, blocks: Tensor | None, sums: Tensor, eps: float) -> Launch:
-    (positions, heads, width), (block, rows) = x.shape, _shape(x.shape[-1], 16384)
+    (positions, heads, width), (block, rows) = x.shape, _shape(x.shape[-1], 4096)
     # Rows beyond the 16 positions of a block would have nothing to do.
     rows = min(rows, triton.next_power_of_2(GROUP * heads))
     table = blocks is not None
     args = (x, dy, blocks if table else sums, sums, positions, heads, *_steps(x), *_steps(dy), eps)
-    constants = (width, block, rows, _unit(width, x.dtype), GROUP, table)
+    constants = (width, block, rows, _unit(width, x.dtype), GROUP, table, 3)
     return Launch(_block_sums, (sums.shape[0],), (*args, *constants), {"num_warps": _warps(block, rows)})
 
 

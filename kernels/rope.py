@@ -56,42 +56,43 @@ class _Rope(torch.autograd.Function):
         return _rotate(grad, *ctx.saved_tensors, True), None, None
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _kernel(
-    x, cos, sin, out, x_row, x_head, cos_row, sin_row, heads, half,
-    BACK: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    x, cos, sin, out, x_row, x_head, cos_row, sin_row, tokens, heads, half,
+    BACK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    pair = tl.arange(0, PAIRS)
-    c = tl.load(cos + token * cos_row + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + token * sin_row + pair, mask=pair < half, other=0.0).to(tl.float32)[None, :]
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[None, :, None]
+    pair = tl.arange(0, PAIRS)[None, None, :]
+    known = (token < tokens) & (pair < half)
+    c = tl.load(cos + token * cos_row + pair, mask=known, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * sin_row + pair, mask=known, other=0.0).to(tl.float32)
     if BACK:
         s = -s
-    inside = (head < heads) & (pair < half)[None, :]
-    source = x + token * x_row + head * x_head + pair[None, :]
+    inside = known & (head < heads)
+    source = x + token * x_row + head * x_head + pair
     first = tl.load(source, mask=inside).to(tl.float32)
     second = tl.load(source + half, mask=inside).to(tl.float32)
-    to = out + (token * heads + head) * (2 * half) + pair[None, :]
+    to = out + (token * heads + head) * (2 * half) + pair
     tl.store(to, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
     tl.store(to + half, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    """One program a token and block of heads. Widths and strides that follow from them reach the compiler alone."""
+    """One program a few tokens and heads. Widths and strides that follow from them reach the compiler alone."""
     *_, heads, width = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, cos, sin = _tokens(x), _tokens(cos), _tokens(sin)
     tokens = len(x)
     pairs = triton.next_power_of_2(width // 2)
     block = min(triton.next_power_of_2(heads), max(1, 2048 // pairs))
+    together = max(1, 2048 // (block * pairs))
     rows = [one.stride(0) if tokens > 1 else one[0].numel() for one in (x, cos, sin)]
-    grid = tokens, triton.cdiv(heads, block)
+    grid = triton.cdiv(tokens, together), triton.cdiv(heads, block)
     with _device(x):
         _kernel[grid](
-            x, cos, sin, out, rows[0], x.stride(1), *rows[1:], heads, width // 2,
-            BACK=back, HEADS=block, PAIRS=pairs,
-            num_warps=max(1, min(4, block * pairs // 512)), enable_fp_fusion=False,
+            x, cos, sin, out, rows[0], x.stride(1), *rows[1:], tokens, heads, width // 2,
+            BACK=back, TOKENS=together, HEADS=block, PAIRS=pairs, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

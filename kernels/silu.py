@@ -84,7 +84,7 @@ def _launch(kernel, like: Tensor, *tensors: Tensor) -> None:
     Only the width and strides that follow from it reach the compiler, and no row count.
     """
     rows, width = like.shape
-    block = min(triton.next_power_of_2(width), 4096)
+    block = min(triton.next_power_of_2(width), 2048)
     blocks = triton.cdiv(width, block)
     strides = [one.stride(0) if rows > 1 else width for one in tensors[:-1]]
     with _device(like):

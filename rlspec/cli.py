@@ -511,7 +511,8 @@ def report_(run: str, outputs: tuple[Path, ...], verbose: bool) -> None:
 
 @main.command(name="list")
 @click.argument(
-    "what", type=click.Choice(["models", "contracts", "workloads", "trainers", "readers", "judgments", "runs"])
+    "what",
+    type=click.Choice(["models", "operators", "contracts", "workloads", "trainers", "readers", "judgments", "runs"]),
 )
 def list_(what: str) -> None:
     """List what there is of one sort, a line each.

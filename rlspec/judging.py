@@ -215,7 +215,7 @@ def _from_measured(path: Path, given: dict[str, Any], contract_name: str | None)
     ]
     made = CHECKS[spec.kind].judge(spec, results, contract)
     report = build(spec, contract, (), {}, made, None, results)
-    report |= {key: given[key] for key in ("arms", "run", "overrides", "spec")}
+    report |= {key: given[key] for key in ("arms", "overrides", "spec")}
     before = [(one["judgment"], one["subject"], one["status"]) for one in given["verdicts"]]
     if before != [(one["judgment"], one["subject"], one["status"]) for one in report["verdicts"]]:
         report["notes"].append(f"the verdicts are not those that stand in {path}")

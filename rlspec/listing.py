@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlspec import catalog, contract, linting, logs, machine, runs, schema
+from rlspec import catalog, contract, linting, logs, machine, nodes, runs, schema, workloads
 from rlspec.checks import CHECKS, common, training
 from rlspec.errors import RunError, SpecError
 from rlspec.model import Document, Row
@@ -71,8 +71,17 @@ def _strictness(made: contract.Contract) -> str:
     return "a limit that zeros pass is an ERROR" if made.cannot_fail == "error" else ""
 
 
+def _family(node: nodes.Node) -> str:
+    return "not judged" if node.not_applicable else node.family
+
+
 def _workloads(near: Path) -> list[tuple[str, ...]]:
-    return [(name, str(path)) for name, path in sorted(catalog.entries("workloads", near).items())]
+    rows: list[tuple[str, ...]] = []
+    for name in sorted(catalog.entries("workloads", near)):
+        made = workloads.of(catalog.workload(name, near))
+        tiers = ", ".join(f"{tier.name} {tier.tokens}" for tier in made.tiers)
+        rows.append((name, f"tokens: {tiers}", made.digest[:12]))
+    return rows
 
 
 def _runs(near: Path) -> list[tuple[str, ...]]:
@@ -90,6 +99,7 @@ def _runs(near: Path) -> list[tuple[str, ...]]:
 _ROWS: dict[str, Callable[[Path], list[tuple[str, ...]]]] = {
     "models": _models,
     "contracts": _contracts,
+    "operators": lambda near: [(name, _family(node), ", ".join(node.outputs)) for name, node in nodes.NODES.items()],
     "workloads": _workloads,
     "runs": _runs,
     "trainers": lambda near: [(name, entry.about) for name, entry in TRAINERS.items()],

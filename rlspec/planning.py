@@ -158,6 +158,11 @@ def _limits(row: Row) -> str:
         return "MEASURED, never gated" if row.status == "measured" else row.status.replace("_", " ")
     if set(limits) == {"pass_below", "fail_above"}:
         return f"PASS below {limits['pass_below']:g}, FAIL above {limits['fail_above']:g}, INVESTIGATE between"
+    if "differing_elements" in limits:
+        return "PASS if equal to the bit"
+    if "baseline_ratio" in limits:
+        ratio, share = limits["baseline_ratio"], limits["relative_rms"]
+        return f"PASS up to {ratio:g} × the error of plain torch and an RMS error of {share:g} of the reference's RMS"
     if "max" in limits:
         most = f"PASS up to {limits.pop('max'):g}, FAIL above"
         return f"{most}; {', '.join(f'{key} {value:g}' for key, value in limits.items())}" if limits else most
@@ -169,6 +174,8 @@ def _arm(spec: Spec, step: Step, commits: Mapping[str, str], width: int) -> Iter
     source = f"{arm.revision} = {commits[arm.revision][:12]}" if arm.revision else "the files as they lie here"
     if arm.records:
         source = f"the file {arm.records}"
+    if arm.implementation:
+        source += f", implementation {_flat(arm.implementation) if isinstance(arm.implementation, Mapping) else arm.implementation}"
     yield from _field(arm.name, f"{arm.role}, {source}", width)
     if arm.environment:
         values = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(arm.environment.items()))

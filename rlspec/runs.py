@@ -173,10 +173,10 @@ def load(path: Path, name: str | None = None) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
         data = json.loads(gzip.decompress(raw) if raw.startswith(_GZIP) else raw)
+    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile, RecursionError) as error:
+        raise RunError(f"{path} is no JSON: {error}") from None
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, EOFError, zlib.error, RecursionError) as error:
-        raise RunError(f"{path} is no JSON: {error}") from None
     if not isinstance(data, dict):
         raise RunError(f"{path} holds no JSON object")
     if name and (found := schema.check_value(data, name)):

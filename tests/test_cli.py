@@ -121,7 +121,7 @@ def test_bad_usage_exits_2_and_writes_nothing(here, arguments):
 
 def test_a_message_says_what_is_there_instead(here):
     assert "did you mean 'correctness'" in rlspec("init", "corectness").err
-    assert "comes in a later version" in rlspec("init", "operators").err
+    assert "comes in a later version" in rlspec("init", "chain").err
     assert "did you mean 'plan'" in rlspec("schema", "plam").err
     assert "there is no nowhere" in rlspec("run", "nowhere").err
 

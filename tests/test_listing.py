@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlspec import catalog, contract, listing, logs
+from rlspec import catalog, contract, listing, logs, nodes
 from rlspec.checks import common
 from rlspec.errors import SpecError
 from rlspec.rules import RULES
@@ -30,7 +30,8 @@ def test_every_noun(here):
     assert names("contracts") == ["strict", "training", "ws1"]
     assert names("trainers") == list(TRAINERS) and names("readers") == list(logs.READERS)
     assert set(names("judgments")) == {check for checks in common.STANDARD.values() for check in checks}
-    assert listing.table("workloads", here) == "no workloads" and listing.table("runs", here) == "no runs"
+    assert names("workloads") == ["tiny", "wide", "ws1"] and set(names("operators")) == set(nodes.NODES)
+    assert listing.table("runs", here) == "no runs"
 
 
 def test_a_line_says_something_about_its_entry(here):

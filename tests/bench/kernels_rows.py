@@ -142,7 +142,7 @@ def _compilations(device: torch.device) -> tuple[str, bool, str]:
     import rlspec.kernels.logprob as logprobs
     import rlspec.kernels.swiglu as swiglus
 
-    kernels = logprobs._stream, logprobs._tiles, logprobs._join, logprobs._backward, swiglus._forward, swiglus._backward
+    kernels = logprobs._stream, logprobs._spans, logprobs._join, logprobs._backward, swiglus._forward, swiglus._backward
 
     def run(rows: int) -> int:
         gate, up, dy = (_random(device, rows, INNER) for _ in range(3))

@@ -20,6 +20,7 @@ ROWS = [(sample, position) for sample, length in enumerate(LENGTHS) for position
 PAD = len(ROWS)
 GRIDS_RIGHT = [[*range(ROWS.index((s, 0)), ROWS.index((s, 0)) + n)] for s, n in enumerate(LENGTHS)]
 DTYPES = (torch.bfloat16, torch.float32)
+EXACT = (*DTYPES, torch.float64)  # in which no rounding at the end hides another order
 OPS = Operators("canonical")
 
 
@@ -179,7 +180,7 @@ def upstream(like, seed):
     return (normal(PAD, *like.shape[2:], seed=100 + seed, dtype=torch.bfloat16) * sizes).bfloat16().to(like)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_layout_has_the_same_bits(name, dtype):
     case = cases(OPS, dtype)[name]
@@ -193,7 +194,7 @@ def test_every_layout_has_the_same_bits(name, dtype):
 @pytest.mark.parametrize("widths", WIDTHS[1:], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_width_has_the_same_bits(name, widths):
-    case = cases(OPS, torch.float32, None, *widths)[name]
+    case = cases(OPS, torch.float64, None, *widths)[name]
     want = run(case, LAYOUTS["packed"])
     for layout in ("token by token", "padded left in chunks"):
         for got, expected in zip(run(case, LAYOUTS[layout]), want, strict=True):
@@ -334,7 +335,7 @@ def attend(tables, whole, size):
     return torch.cat(outs, 1), torch.cat(lses, 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("layout", WHOLE)
 def test_attention_has_the_same_bits(layout, dtype):
     """Forward in this layout and its chunks; one backward on the whole; autograd where the layout is not cut."""
@@ -343,7 +344,8 @@ def test_attention_has_the_same_bits(layout, dtype):
     def results(whole, size):
         out, lse = attend(tables, whole, size)
         pads = whole == PAD
-        assert not out[pads].any() and bool((lse[pads] == -math.inf).all()) and lse.dtype == torch.float32
+        assert not out[pads].any() and bool((lse[pads] == -math.inf).all())
+        assert lse.dtype == torch.promote_types(dtype, torch.float32)
         leaves = [place(table, whole).requires_grad_() for table in tables]
         here, dy = segments_of(whole, 0, whole.shape[1]), place(up, whole)
         back = OPS.attention.backward(*leaves, out, lse, dy, here, scale=SCALE)
@@ -362,6 +364,17 @@ def test_attention_of_single_samples_has_the_same_bits():
     for size in (None, 3):
         parts = [attend(tables, call, size)[0] for call in LAYOUTS["singletons"]]
         assert same(restore(parts, LAYOUTS["singletons"]), want)
+
+
+def test_attention_does_not_see_what_comes_later():
+    whole = LAYOUTS["singletons"][1]
+    tables = [place(table, whole) for table in qkv(torch.float64)]
+    here = segments_of(whole, 0, 16)
+    want = OPS.attention.forward(*tables, here, scale=SCALE)
+    for poisoned in tables:
+        poisoned[:, 5:] = math.nan
+    for got, expected in zip(OPS.attention.forward(*tables, here, scale=SCALE), want, strict=True):
+        assert same(got[:, :5], expected[:, :5])
 
 
 def test_a_backward_for_each_chunk_has_other_bits():

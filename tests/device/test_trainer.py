@@ -604,11 +604,15 @@ def test_a_cpu_run_has_one_thread_unless_it_is_told_otherwise(environment, threa
         torch.set_num_threads(1)
 
 
+PLAIN = ("errors", "workloads", "layouts", "nodes")  # plain data and integers, of the standard library alone
+
+
 def test_the_device_column_imports_nothing_of_the_host():
     for path in (ROOT / "rlspec" / "device").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
-            wrong = [n for n in names if n.split(".")[0] == "rlspec" and n.split(".")[1] not in ("device", "kernels")]
+            ours = [n for n in names if n.split(".")[0] == "rlspec"]
+            wrong = [n for n in ours if n.split(".")[1] not in ("device", "kernels", *PLAIN)]
             assert not wrong, f"{path}: {wrong}"

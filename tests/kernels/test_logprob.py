@@ -5,10 +5,13 @@ import torch
 
 from rlspec.kernels import logprob as module
 from rlspec.kernels.logprob import batch_invariant_logprob, logprob
-from tests.kernels.interpreted import compiled, gpu, hopper, interpreted, spills
+from tests.kernels.interpreted import INTERPRETING, compiled, gpu, hopper, interpreted, spills
 
 WAYS = pytest.mark.parametrize("way", [logprob, batch_invariant_logprob], ids=lambda way: way.__name__)
 IGNORED = -100
+
+if INTERPRETING:
+    module.SPAN = 4096  # several spans in rows that an interpreter can read
 
 
 def inputs(rows, width, scale=4.0, dtype=torch.float32, device="cpu"):
@@ -46,7 +49,7 @@ def equal(ours, theirs):
 
 
 @WAYS
-@pytest.mark.parametrize("rows, width", [(1, 1), (3, 2), (4, 2047), (2, 2049), (2, 8192), (3, 20011)], ids=str)
+@pytest.mark.parametrize("rows, width", [(1, 1), (3, 2), (2, 2049), (2, 10001)], ids=str)
 @pytest.mark.parametrize("scale", [0.5, 30.0], ids=str)
 @interpreted
 def test_the_formula(way, rows, width, scale):
@@ -169,17 +172,17 @@ def test_it_compiles_for_hopper(dtype, entropy):
     floats, integers, width = torch.float32, torch.int64, 151936
     options = {"ENTROPY": entropy, "num_warps": 4, "enable_fp_fusion": False, "grid": (1,)}
     with hopper():
-        streamed = module._stream.warmup(dtype, integers, *[floats] * 4, width, width, IGNORED, LANES=256, **options)
-        tiled = module._tiles.warmup(
-            dtype, integers, floats, floats, floats, width, width, 19, IGNORED, STEPS=4, LANES=256, **options
+        streamed = module._stream.warmup(dtype, integers, *[floats] * 4, width, width, IGNORED, LANES=256, STAGES=4, **options)
+        tiled = module._spans.warmup(
+            dtype, integers, floats, floats, floats, width, width, 5, IGNORED, SPAN=32768, LANES=256, STAGES=4, **options
         )
         back = module._backward.warmup(
-            dtype, integers, *[floats] * 5, dtype, width, width, 38, IGNORED, BLOCK=4096, **options
+            dtype, integers, *[floats] * 5, dtype, width, width, 75, IGNORED, BLOCK=2048, **options
         )
         for kernel in (streamed, tiled, back):
             assert spills(kernel) == 0 and "LDG.E.128" in kernel.asm["sass"].replace("EF.", "")
         module._join.warmup(
-            dtype, integers, *[floats] * 7, width, width, 19, IGNORED, TILES=32, DEPTH=5, **{**options, "num_warps": 1}
+            dtype, integers, *[floats] * 7, width, width, 5, IGNORED, SPANS=8, DEPTH=3, **{**options, "num_warps": 1}
         )
 
 

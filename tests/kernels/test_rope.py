@@ -105,9 +105,9 @@ def test_a_cpu_is_refused():
 def test_it_compiles_for_hopper(dtype, heads, half):
     with hopper():
         kernel = module._kernel.warmup(
-            dtype, torch.float32, torch.float32, dtype, heads * half * 2, half * 2, half, half, heads, half,
-            BACK=True, HEADS=min(heads, 2048 // half), PAIRS=half,
-            num_warps=min(4, heads * half // 512), enable_fp_fusion=False, grid=(1,),
+            dtype, torch.float32, torch.float32, dtype, heads * half * 2, half * 2, half, half, 1000, heads, half,
+            BACK=True, TOKENS=max(1, 2048 // (heads * half)), HEADS=min(heads, 2048 // half), PAIRS=half,
+            num_warps=4, enable_fp_fusion=False, grid=(1,),
         )  # fmt: skip
         assert spills(kernel) == 0 and "LDG.E.128" in kernel.asm["sass"] and "STG.E.128" in kernel.asm["sass"]
 

@@ -1,0 +1,301 @@
+"""What ran is seen, not taken from a declaration."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rlspec.device import observe
+from rlspec.device.observe import Seen
+from tests import benches
+
+
+def seen(**changes):
+    made = Seen()
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+# Operators of torch
+
+
+def test_operators_are_seen_through_modules_views_and_autograd():
+    x = torch.ones(2, 3, requires_grad=True)
+    made = Seen()
+    with made.call(launches=False):
+        out = F.silu(F.linear(x, torch.ones(4, 3))).sum()
+        torch.autograd.grad(out, x)
+    assert {"silu", "silu_backward", "mm", "t"} <= set(made.torch) and len(made.torch) == len(set(made.torch))
+
+
+def test_nothing_is_seen_outside():
+    made = Seen()
+    torch.ones(2).exp()
+    with made.call(launches=False):
+        pass
+    torch.ones(2).exp()
+    assert made.torch == [] and made.plain()["profiled"] is None
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x: x @ x, "mm"),
+        (lambda x: torch.bmm(x[None], x[None]), "bmm"),
+        (lambda x: F.softmax(x, -1), "_softmax"),
+        (lambda x: F.log_softmax(x, -1), "_log_softmax"),
+        (lambda x: torch.logsumexp(x, -1), "logsumexp"),
+        (lambda x: F.silu(x), "silu"),
+        (lambda x: x.sigmoid(), "sigmoid"),
+        (lambda x: F.embedding(torch.tensor([0]), x), "embedding"),
+        (lambda x: x.pow(2).mean(-1), "mean"),
+        (lambda x: torch.rsqrt(x), "rsqrt"),
+        (lambda x: torch.zeros(4, 4).index_add_(0, torch.arange(4), x), "index_add_"),
+    ],
+)
+def test_what_computes_is_the_librarys(call, name):
+    made = Seen()
+    with made.call(launches=False):
+        call(torch.ones(4, 4))
+    assert [one for one in made.torch if observe.LIBRARY.match(one)] == [name]
+
+
+def test_attention_of_the_library_is_seen():
+    made = Seen()
+    with made.call(launches=False):
+        F.scaled_dot_product_attention(*torch.ones(3, 1, 2, 4, 8))
+    assert any("attention" in one and observe.LIBRARY.match(one) for one in made.torch)
+
+
+@pytest.mark.parametrize("name", ["copy_", "view", "empty", "zeros_like", "index_select", "cat", "_to_copy", "clone", "add"])
+def test_moving_and_making_data_is_nobodys_fallback(name):
+    assert not observe.LIBRARY.match(name)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.empty(3),
+        lambda x: torch.empty_like(x),
+        lambda x: x.new_empty(4),
+        lambda x: torch.empty_strided((2, 2), (1, 2)),
+        lambda x: x.new_empty_strided((2, 2), (2, 1)),
+        lambda x: torch.empty(3, dtype=torch.bfloat16),
+    ],
+)
+def test_memory_that_is_not_written_holds_nan_inside_alone(make):
+    with Seen().call(launches=False):
+        inside = make(torch.zeros(2))
+        assert not torch.zeros(2).any() and torch.empty(3, dtype=torch.int64).dtype == torch.int64
+    assert inside.isnan().all()
+
+
+# Launches
+
+
+def test_a_call_without_a_launch_is_idle_if_one_is_due():
+    made = Seen()
+    with made.call(launches=True):
+        made.launched(made.triton, "k")
+    with made.call(launches=True):
+        pass
+    with made.call(launches=False):
+        pass
+    assert made.idle == 1 and made.plain()["calls_without_launch"] == 1
+
+
+def test_a_name_is_noted_once_and_each_launch_counts():
+    made = Seen()
+    for name in ("b", "a", "b"):
+        with made.call(launches=True):
+            made.launched(made.triton, name)
+    assert made.triton == ["b", "a"] and made.idle == 0
+
+
+def test_watching_leaves_triton_as_it_was():
+    pytest.importorskip("triton")
+    from triton.runtime import interpreter
+
+    before = interpreter.GridExecutor.__call__
+    with pytest.raises(KeyError), observe.watch():
+        assert interpreter.GridExecutor.__call__ is not before
+        raise KeyError
+    assert interpreter.GridExecutor.__call__ is before
+
+
+# Against the declaration
+
+
+@pytest.mark.parametrize(
+    ("backend", "ran", "problem"),
+    [
+        (None, seen(torch=["mm"]), None),
+        ("triton", seen(triton=["k"], torch=["empty", "view"]), None),
+        ("cuda", seen(native=["k"]), None),
+        ("triton", seen(triton=["k"], profiled=["k", "vectorized_elementwise_kernel"]), None),
+        ("triton", seen(), "declares triton, and no triton kernel was launched"),
+        ("triton", seen(native=["k"]), "declares triton, and no triton kernel was launched"),
+        ("cuda", seen(triton=["k"]), "declares cuda, and no cuda kernel was launched"),
+        ("triton", seen(triton=["k"], idle=2), "declares triton, and 2 of its calls launched no triton kernel"),
+        ("triton", seen(triton=["k"], torch=["view", "mm"]), "declares triton, and torch computed mm"),
+        ("cuda", seen(native=["k"], torch=["_softmax"]), "declares cuda, and torch computed _softmax"),
+        (
+            "triton",
+            seen(triton=["k"], profiled=["k", "void cutlass::Kernel2<cutlass_80_wmma>"]),
+            "the profiler saw void cutlass",
+        ),
+        ("triton", seen(triton=["k"], profiled=["nvjet_tst_64x8"]), "the profiler saw nvjet_tst_64x8"),
+        ("triton", seen(triton=["my_gemm"], profiled=["my_gemm"]), None),
+        ("torch", seen(), "declares the backend 'torch'; known: triton, cuda"),
+    ],
+)
+def test_what_ran_against_what_was_declared(backend, ran, problem):
+    found = observe.broken(backend, ran)
+    assert found is None if problem is None else problem in found
+
+
+@pytest.fixture
+def switches():
+    """The two switches of TF32, put back in the end."""
+    places = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [place.allow_tf32 for place in places]
+    yield places
+    for place, value in zip(places, before, strict=True):
+        place.allow_tf32 = value
+
+
+def test_the_environment_tells_switches_and_leaves_unknown_what_is_not_there(switches):
+    for place in switches:
+        place.allow_tf32 = False
+    here = observe.environment(torch.device("cpu"))
+    assert here["device"] == "cpu" and here["name"] is None and here["capability"] is None
+    assert here["tf32"] is False and here["autocast"] is False and here["torch"] == torch.__version__
+    for place in switches:
+        place.allow_tf32 = True
+        assert observe.environment(torch.device("cpu"))["tf32"] is True
+        place.allow_tf32 = False
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_profiler_lists_the_kernels_of_a_call():
+    x = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16)
+    made = Seen(profiling=True)
+    with made.call(launches=False):
+        x @ x
+    assert made.profiled and any(observe._LIBRARY_KERNEL.search(name) for name in made.profiled)
+    assert not any(character in name for name in made.profiled for character in "<(")
+
+
+# Triton under its interpreter, in a process of its own: the interpreter is chosen when triton is imported
+
+KERNELS = """
+import torch, triton
+import triton.language as tl
+import torch.nn.functional as F
+from torch.autograd import Function
+
+@triton.jit
+def half_kernel(x, out, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + place, tl.load(x + place, mask=place < count) * 0.5, mask=place < count)
+
+def launch(x):
+    x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    half_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), BLOCK=1024)
+    return out
+
+class Half(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return launch(x)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return launch(upstream)
+
+def keeps_to_it(x):
+    return Half.apply(x)
+
+def falls_back_for_few(x):
+    return Half.apply(x) if x.shape[1] > 4 else x * 0.5
+
+def falls_back(x):
+    return F.silu(x)
+
+def computes_beside_a_decoy(x):
+    launch(x.detach())
+    return F.silu(x)
+
+def backward_of_torch(x):
+    class Mixed(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return launch(x)
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return torch.sigmoid(upstream)
+
+    return Mixed.apply(x)
+
+table = {name: globals()[name] for name in
+         ("keeps_to_it", "falls_back_for_few", "falls_back", "computes_beside_a_decoy", "backward_of_torch")}
+for one in table.values():
+    one.backend = "triton"
+"""
+CHILD = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, {folder!r})
+import mine
+from tests import benches
+
+found = {{}}
+for name, one in mine.table.items():
+    mine.chosen = {{"silu": one}}
+    on = benches.bench(Path({folder!r}), ["silu"], "mine:chosen", layouts=["singletons", "repeated"])
+    cell = benches.measured(on)["cells"][0]
+    category = benches.judged(on)["silu", "forward_invariance"].category
+    found[name] = [cell["provenance"], cell["seen"]["triton"], cell["error"] or cell["blocked"], category]
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory):
+    pytest.importorskip("triton")
+    folder = tmp_path_factory.mktemp("interpreted")
+    (folder / "mine.py").write_text(textwrap.dedent(KERNELS))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(benches.ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD.format(folder=str(folder))], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_kernel_under_the_interpreter_is_seen(interpreted):
+    assert interpreted["keeps_to_it"] == [None, ["half_kernel"], None, "green"]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("falls_back", "the candidate declares triton, and no triton kernel was launched"),
+        ("falls_back_for_few", "of its calls launched no triton kernel"),
+        ("computes_beside_a_decoy", "the candidate declares triton, and torch computed silu"),
+        ("backward_of_torch", "the candidate declares triton, and torch computed sigmoid"),
+    ],
+)
+def test_a_fallback_is_seen_and_its_cell_is_an_error(interpreted, name, problem):
+    provenance, _, error, category = interpreted[name]
+    assert error is None and problem in provenance and category == "red_provenance"

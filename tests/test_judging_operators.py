@@ -1,0 +1,211 @@
+"""`rlspec judge report.json` of operators: the verdicts once more from the numbers, and no report that was touched."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+
+import pytest
+
+from rlspec import cells
+from tests import benches
+from tests.tiny import rlspec, run_folder, save
+
+SPEC = {
+    "kind": "operators",
+    "question": "Right?",
+    "model": "tiny-dense",
+    "workload": "small",
+    "operators": ["silu", "det_gemm", "pack"],
+    "arms": [{"name": "a", "implementation": "torch"}],
+    "contract": "ws1",
+    "requires": {"device": "cpu"},
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A real run: its folder and its report."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "workloads").mkdir()
+    workload = benches.data(operators=("silu", "det_gemm", "pack"), layouts=["singletons", "permuted", "repeated"])
+    save(folder / "workloads" / "small.yaml", workload)
+    save(folder / "spec.yaml", SPEC)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        done = rlspec("run", "spec.yaml", "-o", "kept.json")
+        assert done.code == 1, done.out + done.err  # the weight gradients of torch follow the layout
+        return run_folder(), json.loads((folder / "kept.json").read_text())
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A folder without run, spec, workload or contract."""
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    return place
+
+
+@pytest.fixture
+def given(run):
+    return copy.deepcopy(run[1])
+
+
+def judge(made, *options):
+    save_json = json.dumps(made)
+    with open("report.json", "w", encoding="utf-8") as file:
+        file.write(save_json)
+    done = rlspec("judge", "report.json", "-o", "again.json", *options)
+    return done, json.loads(open("again.json", encoding="utf-8").read()) if "error" not in done.err else None
+
+
+def refused(made, *options):
+    done, _ = judge(made, *options)
+    assert done.code == 4 and done.out == "" and done.err.count("\n") == 1, done
+    return done.err
+
+
+def of(made, operator, judgment):
+    (verdict,) = [v for v in made["verdicts"] if v["subject"] == f"a/{operator}/one" and v["judgment"] == judgment]
+    return verdict
+
+
+def lines(made, operator="silu"):
+    return next(cell for cell in made["measured"]["a"]["cells"] if cell["operator"] == operator)["comparisons"]
+
+
+def resealed(made):
+    return {**made, "seal": cells.seal(made["measured"])}
+
+
+def test_the_run_found_what_torch_does(given):
+    assert of(given, "silu", "forward_accuracy")["status"] == "PASS"
+    found = of(given, "det_gemm", "gradient_invariance")
+    assert found["status"] == "FAIL" and found["evidence"]["category"] == "red_verdict"
+    assert of(given, "pack", "forward_accuracy")["status"] == "N/A" and given["counts"]["expected"] == 12
+
+
+def test_a_report_gives_the_same_verdicts_elsewhere(elsewhere, given):
+    done, made = judge(given)
+    assert made["verdicts"] == given["verdicts"] and made["outcome"] == given["outcome"]
+    assert done.code == given["exit_code"] == 1 and made["arms"] == given["arms"]
+    for key in ("measured", "seal", "workload", "operators", "contract"):
+        assert made[key] == given[key], key
+    assert not any("are not those" in note for note in made["notes"])
+
+
+def test_a_report_judged_again_can_be_judged_again(elsewhere, given):
+    _, made = judge(given)
+    _, again = judge(made)
+    assert again["verdicts"] == given["verdicts"]
+
+
+def test_the_run_folder_is_judged_from_its_records(run, monkeypatch):
+    folder, given = run
+    monkeypatch.chdir(folder.parents[3])
+    done = rlspec("judge", folder, "-o", "again.json")
+    made = json.loads(open("again.json", encoding="utf-8").read())
+    assert done.code == 1 and [v["status"] for v in made["verdicts"]] == [v["status"] for v in given["verdicts"]]
+
+
+def test_records_of_the_run_folder_that_were_edited_are_refused(run, tmp_path, monkeypatch):
+    folder, _ = run
+    top = tmp_path / "copy"
+    shutil.copytree(folder.parents[3], top, symlinks=True)
+    monkeypatch.chdir(top)
+    (records,) = (top / folder.relative_to(folder.parents[3])).glob("*.records.jsonl")
+    text = records.read_text().splitlines(keepends=True)
+    records.write_text("".join([*text[:3], *text[4:]]))
+    done = rlspec("judge", records.parent)
+    assert done.code in (2, 4) and "digest" in done.err
+
+
+# Touched
+
+
+def test_one_row_less(elsewhere, given):
+    del lines(given)[3]
+    assert "what was measured has been edited since" in refused(given)
+
+
+@pytest.mark.parametrize("key", ["digest", "against_digest", "differing", "elements", "limits"])
+def test_one_number_or_digest_edited(elsewhere, given, key):
+    line = next(one for one in lines(given, "det_gemm") if one.get("differing"))
+    line[key] = 0 if key == "differing" else {"differing_elements": 1e9} if key == "limits" else "0"
+    assert "it does not have the seal beside it" in refused(given)
+
+
+def test_one_error_edited(elsewhere, given):
+    lines(given)[0]["max_abs"] = 0.0
+    assert "edited since" in refused(given)
+
+
+def test_a_row_less_under_a_new_seal_is_an_error_of_its_cell(elsewhere, given):
+    gone = next(one for one in lines(given) if one["judgment"] == "gradient_invariance")
+    lines(given).remove(gone)
+    done, made = judge(resealed(given))
+    found = of(made, "silu", "gradient_invariance")
+    assert done.code == 4 and (found["status"], found["evidence"]["category"]) == ("ERROR", "broken")
+    assert "no comparison" in found["reason"] and of(made, "silu", "gradient_accuracy")["status"] == "PASS"
+    assert any("the verdicts are not those that stand in" in note for note in made["notes"])
+
+
+def test_a_cell_less_under_a_new_seal_is_missing(elsewhere, given):
+    given["measured"]["a"]["cells"].pop()
+    _, made = judge(resealed(given))
+    found = of(made, "det_gemm", "forward_accuracy")
+    assert (found["status"], found["evidence"]["category"]) == ("ERROR", "missing")
+
+
+def test_a_digest_edited_under_a_new_seal_is_an_error_of_its_cell(elsewhere, given):
+    next(one for one in lines(given) if one["judgment"] == "forward_invariance")["digest"] = "float32[0]0"
+    _, made = judge(resealed(given))
+    assert of(made, "silu", "forward_invariance")["evidence"]["category"] == "broken"
+
+
+def test_a_difference_hidden_under_a_new_seal_is_an_error_of_its_cell(elsewhere, given):
+    for line in lines(given, "det_gemm"):
+        if line.get("differing"):
+            line["differing"] = 0
+    _, made = judge(resealed(given))
+    found = of(made, "det_gemm", "gradient_invariance")
+    assert found["status"] == "ERROR" and "the digests differ, and no element does" in found["reason"]
+
+
+def test_an_edited_workload(elsewhere, given):
+    given["workload"]["data"]["tiers"][0]["layouts"].pop()
+    assert "the workload has been edited since" in refused(given)
+
+
+def test_another_workload_under_its_own_digest_is_an_error_of_the_cells(elsewhere, given):
+    from rlspec import workloads
+
+    workload = given["workload"]
+    workload["data"]["tiers"][0]["permutation"] = [1, 2, 0]
+    workload["digest"] = workloads.digest(workload["data"])
+    _, made = judge(given)
+    found = of(made, "silu", "forward_invariance")
+    assert found["status"] == "ERROR" and found["reason"] == "the layouts are not those of the workload"
+
+
+def test_edited_limits_of_the_contract(elsewhere, given):
+    row = next(row for row in given["contract"]["rows"] if row["judgment"] == "forward_accuracy")
+    row["limits"]["atol"] = 1.0
+    assert "the contract's rows do not have the digest" in refused(given)
+
+
+def test_edited_verdicts_do_not_last(elsewhere, given):
+    of(given, "det_gemm", "gradient_invariance")["status"] = "PASS"
+    done, made = judge(given)
+    assert of(made, "det_gemm", "gradient_invariance")["status"] == "FAIL" and done.code == 1
+    assert any("the verdicts are not those that stand in" in note for note in made["notes"])
+
+
+def test_another_contract_needs_another_run(elsewhere, given):
+    done, made = judge(given, "--contract", "strict")
+    accuracy = of(made, "silu", "forward_accuracy")
+    assert done.code == 4 and accuracy["status"] == "ERROR" and accuracy["evidence"]["category"] == "broken"
+    assert "are not those of strict/forward_accuracy/elementwise/bf16" in accuracy["reason"]
+    assert of(made, "silu", "forward_invariance")["status"] == "PASS"

@@ -1,0 +1,148 @@
+"""Each broken operator is caught by the judgment meant for it, and right ones pass: all of them run through the CLI."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlspec.cells import CATEGORIES
+from rlspec.nodes import JUDGMENTS
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "specs" / "controls" / "operators"
+CONTROLS = sorted(FOLDER.glob("*.yaml"))
+RIGHT = ROOT / "specs" / "operators" / "cpu.yaml"
+# Fault -> the judgments that must be red, and the category. No other judgment may be anything but PASS.
+RED = {
+    "layout-sensitive-sum": (["forward_invariance"], "red_verdict"),
+    "kernel-by-row-count": (["forward_invariance"], "red_verdict"),
+    "split-k-by-rows": (["forward_invariance"], "red_verdict"),
+    "eps-outside-the-root": (["forward_accuracy", "gradient_accuracy"], "red_verdict"),
+    "rope-base": (["forward_accuracy", "gradient_accuracy"], "red_verdict"),
+    "key-at-a-block-edge": (["forward_accuracy", "gradient_accuracy"], "red_verdict"),
+    "head-of-a-group": (["forward_accuracy", "gradient_accuracy"], "red_verdict"),
+    "first-upstream-value": (["gradient_accuracy", "gradient_invariance"], "red_verdict"),
+    "first-batch-row": (["gradient_accuracy", "gradient_invariance"], "red_verdict"),
+    "attention-backward-per-chunk": (["gradient_invariance"], "red_verdict"),
+    "weight-gradient-in-call-order": (["gradient_invariance"], "red_verdict"),
+    "fallback-in-all-calls": (JUDGMENTS, "red_provenance"),
+    "fallback-in-some-calls": (JUDGMENTS, "red_provenance"),
+    "fallback-behind-a-decoy": (JUDGMENTS, "red_provenance"),
+    "stale-output": (["forward_accuracy", "forward_invariance"], "red_verdict"),
+    "zero-gradient": (["gradient_accuracy"], "red_verdict"),
+    "zero-flip": (["forward_invariance"], "red_verdict"),
+    "strides-ignored": (["forward_accuracy", "forward_invariance"], "red_verdict"),
+    "no-backward": (["gradient_accuracy", "gradient_invariance"], "red_no_backward"),
+    "wrong-dtype": (JUDGMENTS, "raised"),
+    "raises": (JUDGMENTS, "raised"),
+    "cannot-fail": (["gradient_accuracy"], "cannot_fail"),
+}
+UNHARMED = "broken/swiglu/tiny"  # in the arm of `raises`
+# Control, module, the line with the fault, and what stands there without it.
+CURED = [
+    ("split-k-by-rows", "broken.py", "\nFEW = 8\n", "\nFEW = 0\n"),
+    ("key-at-a-block-edge", "broken.py", "\nBLOCK = 16\n", "\nBLOCK = 64\n"),
+    ("zero-gradient", "broken.py", "up), torch.zeros_like)", "up), torch.clone)"),
+    ("fallback-in-some-calls", "fallback.py", "\nFEW = 8\n", "\nFEW = 0\n"),
+]
+
+
+def run(spec, folder, *options):
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "rlspec", "run", spec, "-o", "report.json", *options],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    made = json.loads((folder / "report.json").read_text()) if (folder / "report.json").exists() else None
+    return done, made
+
+
+def cured(top):
+    """Copies of the controls, each with its fault taken out."""
+    for name, module, fault, cure in CURED:
+        folder = top / name
+        shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        text = (folder / module).read_text(encoding="utf-8")
+        assert text.count(fault) == 1, name
+        (folder / module).write_text(text.replace(fault, cure), encoding="utf-8")
+        yield folder / f"{name}.yaml"
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """All runs, the longest first, two at a time: an arm computes on one thread."""
+    top = tmp_path_factory.mktemp("operators")
+    runs = {("right",): (RIGHT,)}
+    runs |= {("control", spec.stem): (spec,) for spec in CONTROLS}
+    runs |= {("cured", spec.stem): (spec,) for spec in cured(top)}
+    runs |= {("ws1", "cannot-fail"): (FOLDER / "cannot-fail.yaml", "--set", "contract=ws1")}
+    with ThreadPoolExecutor(2) as pool:
+        made = pool.map(lambda key: run(runs[key][0], top / "-".join(key), *runs[key][1:]), runs)
+        return dict(zip(runs, made, strict=True))
+
+
+def test_every_fault_has_its_control():
+    assert {spec.stem for spec in CONTROLS} == set(RED)
+    assert all(CATEGORIES[category] in ("FAIL", "ERROR") for _, category in RED.values())
+
+
+@pytest.mark.parametrize("spec", CONTROLS, ids=lambda spec: spec.stem)
+def test_control(outcomes, spec):
+    done, made = outcomes["control", spec.stem]
+    assert done.returncode == 0 and made["expect"]["met"], done.stdout + done.stderr
+    assert {arm["status"] for arm in made["arms"]} == {"done"}  # a control that crashes proves nothing
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("spec", CONTROLS, ids=lambda spec: spec.stem)
+def test_it_is_caught_by_the_judgment_meant_for_it_and_by_no_other(outcomes, spec):
+    red, category = RED[spec.stem]
+    _, made = outcomes["control", spec.stem]
+    broken = [one for one in made["verdicts"] if (spec.stem, one["subject"]) != ("raises", UNHARMED)]
+    assert len(broken) == len(JUDGMENTS)
+    for verdict in broken:
+        due = (CATEGORIES[category], category) if verdict["judgment"] in red else ("PASS", "green")
+        assert (verdict["status"], verdict["evidence"]["category"]) == due, verdict["reason"]
+
+
+@pytest.mark.parametrize("spec", CONTROLS, ids=lambda spec: spec.stem)
+def test_a_control_says_what_becomes_of_every_judgment(spec):
+    told = yaml.safe_load(spec.read_text(encoding="utf-8"))["expect"]
+    assert told["category"] == RED[spec.stem][1]
+    due = {"broken/silu/tiny", UNHARMED} if spec.stem == "raises" else set(JUDGMENTS)
+    assert set(told["judgments"]) == due
+
+
+@pytest.mark.parametrize("name", [one[0] for one in CURED])
+def test_a_control_without_its_fault_is_not_met(outcomes, name):
+    done, made = outcomes["cured", name]
+    assert done.returncode == 1 and not made["expect"]["met"], done.stdout + done.stderr
+    assert {verdict["status"] for verdict in made["verdicts"]} == {"PASS"}, done.stdout
+
+
+def test_an_operator_that_raises_leaves_the_others_of_its_arm_alone(outcomes):
+    _, made = outcomes["control", "raises"]
+    assert {one["status"] for one in made["verdicts"] if one["subject"] == UNHARMED} == {"PASS"}
+    told = next(one for one in made["verdicts"] if one["subject"] == "broken/silu/tiny")
+    assert told["reason"] == "RuntimeError: planted" and 'RuntimeError("planted")' in "".join(told["evidence"]["tail"])
+
+
+def test_the_loose_contract_passes_what_the_strict_one_refuses_and_says_so(outcomes):
+    done, made = outcomes["ws1", "cannot-fail"]
+    assert done.returncode == 1 and made["outcome"] == "PASS", done.stdout + done.stderr  # the control expects ERROR
+    (gradient,) = (one for one in made["verdicts"] if one["judgment"] == "gradient_accuracy")
+    assert any(note.startswith("cannot_fail") for note in gradient["notes"])
+
+
+def test_the_right_operators_pass(outcomes):
+    done, made = outcomes["right",]
+    assert done.returncode == 0 and made["outcome"] == "PASS", done.stdout + done.stderr
+    assert {verdict["status"] for verdict in made["verdicts"]} == {"PASS", "N/A"}
