@@ -175,7 +175,8 @@ def _arm(spec: Spec, step: Step, commits: Mapping[str, str], width: int) -> Iter
     if arm.records:
         source = f"the file {arm.records}"
     if arm.implementation:
-        source += f", implementation {_flat(arm.implementation) if isinstance(arm.implementation, Mapping) else arm.implementation}"
+        named = arm.implementation if isinstance(arm.implementation, str) else _flat(arm.implementation)
+        source += f", implementation {named}"
     yield from _field(arm.name, f"{arm.role}, {source}", width)
     if arm.environment:
         values = " ".join(f"{key}={shlex.quote(value)}" for key, value in sorted(arm.environment.items()))

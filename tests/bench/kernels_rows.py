@@ -318,7 +318,7 @@ def _random(device: torch.device, *shape: int) -> Tensor:
 
 
 def _tokens(device: torch.device, count: int) -> Tensor:
-    """Ids whose frequencies fall as those of words do: the most frequent is about a twelfth of all."""
+    """Ids whose frequencies fall as those of words do: the most frequent is about a seventeenth of all."""
     return (VOCABULARY ** torch.rand(count, device=device, dtype=torch.float64)).long() - 1
 
 
