@@ -84,8 +84,6 @@ def _row(check: str, resolve: Callable[[str], Row]) -> tuple[Row, dict[str, floa
             raise SpecError(f"row {row.id}: clip range [{limits['low']:g}, {limits['high']:g}] is not 0 < low < high")
     if check == "sequence_outliers":
         token_row = resolve("max_abs_dlogp")
-        if token_row.status == "out_of_scope":
-            return token_row, limits  # no limit of one token, so no sequence beyond it
         if "max" not in token_row.limits:
             raise SpecError(
                 f"sequence_outliers counts by the limit `max` of row {token_row.id}, which has none; give it one"

@@ -52,7 +52,6 @@ def test_the_dtype_picks_the_row(tmp_path):
     found = judged(parity.parse(read))
     assert found["max_abs_dlogp"].status == "FAIL" and found["max_abs_dlogp"].row.limits["max"] == 1e-5
     read, _ = document.read(spec_of_two_files(tmp_path, dtype="fp8"))
-    assert {verdict.status for verdict in judged(parity.parse(read)).values()} >= {"N/A"}
     assert any(problem.rule == "RL224" and "fp8" in problem.message for problem in parity.lint(read, ()))
 
 
