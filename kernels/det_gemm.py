@@ -63,7 +63,7 @@ TILES: dict[str, tuple[tuple[float, Tile], ...]] = {
         (32, Tile("stripe", 32, 64, 128, 4, 8, swap=True)),
         (64, Tile("stripe", 64, 32, 256, 4, 4)),
         (128, Tile("single", 64, 64, 128, 4, 6)),
-        (256, Tile("single", 64, 128, 128, 4, 4)),
+        (256, Tile("steady", 64, 128, 128, 4, 4)),
         (512, Tile("steady", 128, 128, 64, 4, 5)),
         (float("inf"), _LARGE),
     ),
@@ -73,7 +73,7 @@ TILES: dict[str, tuple[tuple[float, Tile], ...]] = {
         (32, Tile("stripe", 32, 64, 128, 4, 8, swap=True)),
         (64, Tile("stripe", 64, 32, 256, 4, 4)),
         (128, Tile("single", 64, 64, 128, 4, 6)),
-        (256, Tile("single", 64, 128, 128, 4, 4)),
+        (256, Tile("steady", 64, 128, 128, 4, 4)),
         (512, Tile("steady", 128, 128, 64, 4, 5)),
         (float("inf"), _LARGE),
     ),
@@ -82,8 +82,9 @@ TILES: dict[str, tuple[tuple[float, Tile], ...]] = {
         (32, Tile("stripe", 32, 64, 256, 4, 4, swap=True)),
         (64, Tile("stripe", 64, 64, 128, 4, 5, swap=True)),
         (128, Tile("stripe", 128, 64, 128, 4, 4, swap=True)),
-        (256, Tile("thirds", 128, 96, 64, 8, 6)),
-        (1024, Tile("thirds", 128, 192, 64, 8, 4)),
+        (256, Tile("thirds", 64, 192, 64, 4, 5)),
+        (512, Tile("thirds", 128, 192, 64, 4, 4)),
+        (1024, Tile("steady", 128, 128, 64, 4, 5)),
         (float("inf"), _LARGE),
     ),
     "wide": (
@@ -91,19 +92,19 @@ TILES: dict[str, tuple[tuple[float, Tile], ...]] = {
         (32, Tile("stripe", 32, 64, 256, 4, 4, swap=True)),
         (64, Tile("steady", 64, 64, 128, 4, 6)),
         (128, Tile("steady", 64, 128, 128, 4, 4)),
-        (256, Tile("thirds", 128, 192, 64, 8, 4)),
+        (256, Tile("steady", 128, 128, 64, 4, 6)),
         (float("inf"), _LARGE),
     ),
     "vocabulary": (
         (16, Tile("stripe", 16, 128, 128, 4, 5, swap=True)),
         (32, Tile("stripe", 32, 128, 128, 4, 4, swap=True)),
         (64, Tile("stripe", 64, 128, 128, 8, 4, swap=True)),
-        (128, Tile("steady", 128, 128, 64, 8, 5)),
+        (128, Tile("steady", 128, 128, 64, 4, 5)),
         (float("inf"), _LARGE),
     ),
     "data gradient": (
         (128, Tile("single", 64, 64, 128, 4, 6)),
-        (256, Tile("single", 64, 128, 128, 4, 4)),
+        (256, Tile("steady", 64, 128, 128, 4, 4)),
         (512, Tile("steady", 128, 128, 64, 4, 5)),
         (float("inf"), _LARGE),
     ),
@@ -216,7 +217,7 @@ def _tiles(
 @triton.jit(do_not_specialize=["rows", "columns", "width"])
 def _thirds(
     x, first, second, first_out, second_out, rows, columns, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     # Tensors in Triton have powers of two; these tiles divide some layers evenly among 132 multiprocessors.
     FIRST: tl.constexpr = COLUMNS // 3 * 2
@@ -232,8 +233,8 @@ def _thirds(
             c = second.load([n * COLUMNS + FIRST, step * DEPTH])
             left = tl.dot(a, b.T, left, input_precision="ieee")
             right = tl.dot(a, c.T, right, input_precision="ieee")
-        first_out.store([m * ROWS, n * COLUMNS], left.to(first_out.dtype))
-        second_out.store([m * ROWS, n * COLUMNS + FIRST], right.to(second_out.dtype))
+        _store(first_out, left, m * ROWS, n * COLUMNS, FIRST, PARTS)
+        _store(second_out, right, m * ROWS, n * COLUMNS + FIRST, COLUMNS // 3, PARTS)
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -333,10 +334,10 @@ def _product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, along: bool = F
 
 
 def _thirds_product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, tiles: int) -> Launch:
-    part = tile.columns // 3
+    part, parts = tile.columns // 3, out.element_size() // 2
     weights = (_described(weight, [2 * part, tile.depth]), _described(weight, [part, tile.depth]))
-    targets = (_described(out, [tile.rows, 2 * part]), _described(out, [tile.rows, part]))
-    sizes = (x.shape[0], out.shape[1], x.shape[1], tile.rows, tile.columns, tile.depth)
+    targets = (_described(out, [tile.rows, 2 * part // parts]), _described(out, [tile.rows, part // parts]))
+    sizes = (x.shape[0], out.shape[1], x.shape[1], tile.rows, tile.columns, tile.depth, parts)
     args = (_described(x, [tile.rows, tile.depth]), *weights, *targets, *sizes)
     return Launch(_thirds, (tiles,), args, {"num_warps": tile.warps, "num_stages": tile.stages})
 

@@ -51,6 +51,7 @@ class Tile(NamedTuple):
 
 
 MATRIX_UNIT = Tile(128, 256, 64, 8, 4)
+RESUMED = MATRIX_UNIT._replace(stages=3)
 MULTIPLY_ADD = Tile(64, 64, 32, 4, 2)
 
 
@@ -266,7 +267,7 @@ def _dlogits_launch(
 
 
 def _resumed_launch(a: Tensor, b: Tensor, out: Tensor, across: bool, resume: bool = False) -> Launch:
-    tile, (rows, columns) = _tile(a.dtype), out.shape
+    tile, (rows, columns) = MULTIPLY_ADD if a.dtype == torch.float32 else RESUMED, out.shape
     block = (tile.depth, tile.rows) if across else (tile.rows, tile.depth)
     sources = (_described(a, *block), _described(b, tile.depth, tile.columns))
     args = (*sources, out, rows, columns, b.shape[0], *tile[:3], across, resume)

@@ -133,8 +133,9 @@ def _chain(sums, accumulator, blocks, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
     """accumulator += sums[0], then += sums[1], ...: a chain, so that any cut into calls has the same bits."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     acc = tl.load(accumulator + column, mask=column < WIDTH, other=0.0)
-    for first in range(0, blocks, 16):
-        for i in tl.static_range(16):
+    for first in range(0, blocks, 64):
+        # Loads of 64 blocks are in flight at a time; the additions keep their order.
+        for i in tl.static_range(64):
             block = (tl.zeros_like(column) + (first + i)).to(tl.int64)
             inside = (column < WIDTH) & (block < blocks)
             # −0 changes no number, not even −0.
@@ -196,14 +197,14 @@ def _warps(block: int, rows: int) -> int:
 
 
 def _forward_launch(x: Tensor, weight: Tensor, y: Tensor, eps: float, round_before_weight: bool) -> Launch:
-    (outer, inner, width), (block, rows) = x.shape, _shape(x.shape[-1], 4096)
+    (outer, inner, width), (block, rows) = x.shape, _shape(x.shape[-1], 2048)
     args = (x, weight, y, outer * inner, inner, *_steps(x), eps, width, block, rows, _unit(width, x.dtype))
     options = {"num_warps": _warps(block, rows)}
     return Launch(_forward, (triton.cdiv(outer * inner, rows),), (*args, round_before_weight), options)
 
 
 def _data_launch(x: Tensor, weight: Tensor, dy: Tensor, dx: Tensor, eps: float) -> Launch:
-    (outer, inner, width), (block, rows) = x.shape, _shape(x.shape[-1], 4096)
+    (outer, inner, width), (block, rows) = x.shape, _shape(x.shape[-1], 2048)
     steps = (*_steps(x), *_steps(dy))
     args = (x, weight, dy, dx, outer * inner, inner, *steps, eps, width, block, rows, _unit(width, x.dtype))
     return Launch(_data_gradient, (triton.cdiv(outer * inner, rows),), args, {"num_warps": _warps(block, rows)})
@@ -215,7 +216,7 @@ def _sums_launch(x: Tensor, dy: Tensor, blocks: Tensor | None, sums: Tensor, eps
     rows = min(rows, triton.next_power_of_2(GROUP * heads))
     table = blocks is not None
     args = (x, dy, blocks if table else sums, sums, positions, heads, *_steps(x), *_steps(dy), eps)
-    constants = (width, block, rows, _unit(width, x.dtype), GROUP, table, 3)
+    constants = (width, block, rows, _unit(width, x.dtype), GROUP, table, 3 if rows == 1 else 1)
     return Launch(_block_sums, (sums.shape[0],), (*args, *constants), {"num_warps": _warps(block, rows)})
 
 

@@ -1,8 +1,8 @@
 """The operator catalogue: which operators the decoder is made of, how each is called, where each one lives.
 
-An implementation is a name of the catalogue (`reference`, `torch`, `canonical`), or `module:table` with a dict
-operator -> callable of your own, or `module:function` where one operator alone is chosen. Names are resolved on first
-use.
+An implementation is a name of the catalogue (`reference`, `canonical`, `torch`, `triton`), or `module:table` with a
+dict operator -> callable of your own, or `module:function` where one operator alone is chosen. Names are resolved on
+first use.
 
 B rows, T tokens a row, N = B·T, S keys a row, D head width, M = N·k rows routed to experts, E experts, V vocabulary.
 Results have the first tensor's dtype unless a line says otherwise; `fp32` below means fp64 if the inputs are fp64.
@@ -47,87 +47,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+_MODULES: Mapping[str, str] = {
+    "reference": "rlspec.device.reference",
+    "canonical": "rlspec.device.canonical",
+    "torch": "rlspec.device.torch_operators",
+    "triton": "rlspec.device.triton_operators",
+}
+_ALL = ("reference", "canonical", "torch", "triton")
+_OF_EXPERTS = ("reference", "canonical", "torch")
+_IMPLEMENTED: Mapping[str, tuple[str, ...]] = {
+    "embedding": _ALL,
+    "rms_norm": _ALL,
+    "qk_norm": _ALL,
+    "rope": _ALL,
+    "attention": _ALL,
+    "det_gemm": _ALL,
+    "silu": _ALL,
+    "swiglu": _ALL,
+    "residual_add": _ALL,
+    "lm_head": _ALL,
+    "logprob": _ALL,
+    "batch_invariant_logprob": _ALL,
+    "linear_logprob": _ALL,
+    "router": _OF_EXPERTS,
+    "grouped_gemm": _OF_EXPERTS,
+    "combine": _OF_EXPERTS,
+}
+_SAME = {"qk_norm": "rms_norm"}
 CATALOGUE: Mapping[str, Mapping[str, str]] = {
-    "embedding": {
-        "reference": "rlspec.device.reference:embedding",
-        "torch": "rlspec.device.torch_operators:embedding",
-        "canonical": "rlspec.device.canonical:embedding",
-    },
-    "rms_norm": {
-        "reference": "rlspec.device.reference:rms_norm",
-        "torch": "rlspec.device.torch_operators:rms_norm",
-        "canonical": "rlspec.device.canonical:rms_norm",
-    },
-    "qk_norm": {
-        "reference": "rlspec.device.reference:rms_norm",
-        "torch": "rlspec.device.torch_operators:rms_norm",
-        "canonical": "rlspec.device.canonical:rms_norm",
-    },
-    "rope": {
-        "reference": "rlspec.device.reference:rope",
-        "torch": "rlspec.device.torch_operators:rope",
-        "canonical": "rlspec.device.canonical:rope",
-    },
-    "attention": {
-        "reference": "rlspec.device.reference:attention",
-        "torch": "rlspec.device.torch_operators:attention",
-        "canonical": "rlspec.device.canonical:attention",
-    },
-    "det_gemm": {
-        "reference": "rlspec.device.reference:det_gemm",
-        "torch": "rlspec.device.torch_operators:det_gemm",
-        "canonical": "rlspec.device.canonical:det_gemm",
-    },
-    "silu": {
-        "reference": "rlspec.device.reference:silu",
-        "torch": "rlspec.device.torch_operators:silu",
-        "canonical": "rlspec.device.canonical:silu",
-    },
-    "swiglu": {
-        "reference": "rlspec.device.reference:swiglu",
-        "torch": "rlspec.device.torch_operators:swiglu",
-        "canonical": "rlspec.device.canonical:swiglu",
-    },
-    "residual_add": {
-        "reference": "rlspec.device.reference:residual_add",
-        "torch": "rlspec.device.torch_operators:residual_add",
-        "canonical": "rlspec.device.canonical:residual_add",
-    },
-    "lm_head": {
-        "reference": "rlspec.device.reference:lm_head",
-        "torch": "rlspec.device.torch_operators:lm_head",
-        "canonical": "rlspec.device.canonical:lm_head",
-    },
-    "logprob": {
-        "reference": "rlspec.device.reference:logprob",
-        "torch": "rlspec.device.torch_operators:logprob",
-        "canonical": "rlspec.device.canonical:logprob",
-    },
-    "batch_invariant_logprob": {
-        "reference": "rlspec.device.reference:logprob",
-        "torch": "rlspec.device.torch_operators:batch_invariant_logprob",
-        "canonical": "rlspec.device.canonical:batch_invariant_logprob",
-    },
-    "linear_logprob": {
-        "reference": "rlspec.device.reference:linear_logprob",
-        "torch": "rlspec.device.torch_operators:linear_logprob",
-        "canonical": "rlspec.device.canonical:linear_logprob",
-    },
-    "router": {
-        "reference": "rlspec.device.reference:router",
-        "torch": "rlspec.device.torch_operators:router",
-        "canonical": "rlspec.device.canonical:router",
-    },
-    "grouped_gemm": {
-        "reference": "rlspec.device.reference:grouped_gemm",
-        "torch": "rlspec.device.torch_operators:grouped_gemm",
-        "canonical": "rlspec.device.canonical:grouped_gemm",
-    },
-    "combine": {
-        "reference": "rlspec.device.reference:combine",
-        "torch": "rlspec.device.torch_operators:combine",
-        "canonical": "rlspec.device.canonical:combine",
-    },
+    operator: {name: f"{_MODULES[name]}:{_SAME.get(operator, operator)}" for name in names}
+    for operator, names in _IMPLEMENTED.items()
 }
 
 

@@ -102,6 +102,9 @@ def logprob(logits: Tensor, targets: Tensor) -> Tensor:
     return wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(wide, -1)
 
 
+batch_invariant_logprob = logprob  # in what order the vocabulary is walked is no part of the definition
+
+
 def linear_logprob(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """[..., H], [V, H], [...] int64 -> [...] fp32: `logprob` of x · weightᵀ, whose logits are not rounded."""
     checking.linear_logprob(x, weight, targets)

@@ -57,7 +57,7 @@ def test_unknown_operator_lists_the_known():
 
 
 def test_unknown_implementation_lists_the_known():
-    known = "known: reference, torch, canonical"
+    known = "known: reference, canonical, torch, triton"
     with pytest.raises(ValueError, match=f"unknown implementation 'refrence' of 'rope'; {known}"):
         Operators({"rope": "refrence"})
     with pytest.raises(ValueError, match="unknown implementation 'fast'"):

@@ -1,0 +1,126 @@
+"""Only a row of a contract says how far a number may be off: none is hidden in the harness or in a test of operators."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HARNESS = (
+    *("rlspec/nodes.py", "rlspec/cells.py", "rlspec/layouts.py", "rlspec/workloads.py", "rlspec/checks/operators.py"),
+    *(f"rlspec/device/{name}.py" for name in ("operator_harness", "execution", "comparing", "cases", "observe", "fills")),
+)
+NAMES = {"allclose", "assert_close", "isclose", "assert_allclose", "assert_almost_equal", "approx"}
+LIMITS = {"atol", "rtol", "abs_tol", "rel_tol", "tolerance", "baseline_ratio", "relative_rms"}
+POSITIONAL = {"errors": 2, "allclose": 2, "isclose": 2, "assert_close": 2}
+
+# Tests that hold numbers against a formula, not an operator against its reference; each with its reason.
+ALLOWED = {
+    "tests/device/test_operators.py": "formulas in fp64, a few units of 2⁻⁵³",
+    "tests/device/test_canonical.py": "formulas in fp64, a few units of 2⁻⁵³",
+    "tests/device/test_gradients.py": "the folds against a sum in fp64",
+    "tests/device/test_decoder.py": "the decoder against transformers",
+    "tests/device/test_trainer.py": "the trainer against losses by hand",
+    "tests/device/test_triton_operators.py": "the folds of kernels against autograd of the formula in fp32",
+    "tests/device/test_comparing.py": "the comparison itself: figures against numpy, tolerances as arguments",
+    "tests/test_nodes.py": "limits as arguments of the function that holds numbers against them",
+    "tests/test_cells.py": "edited limits, which must be refused",
+    "tests/benches.py": "figures of records made by hand",
+    "tests/checks/test_operators.py": "the limits of ws1, written out so that an edit of the contract is seen",
+}
+
+KERNELS = ("tests/kernels/", "tests/bench/")  # kernels stand alone and know no contract: formulas in fp64, and specs
+
+
+def tolerances(source):
+    """(line, what) of each comparison by name, and of each limit that is a number other than zero."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in NAMES:
+                yield node.lineno, name
+            for keyword in node.keywords:
+                if keyword.arg in LIMITS and number(keyword.value):
+                    yield node.lineno, keyword.arg
+            for value in node.args[POSITIONAL.get(name, len(node.args)) :]:
+                if number(value):
+                    yield node.lineno, name
+            if name in ("get", "setdefault") and len(node.args) == 2 and limit(node.args[0]) and number(node.args[1]):
+                yield node.lineno, "a default"
+        elif isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if key is not None and limit(key) and number(value):
+                    yield node.lineno, key.value
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None and number(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if getattr(target, "id", "").lower().strip("_") in LIMITS:
+                    yield node.lineno, target.id
+        elif isinstance(node, ast.FunctionDef):
+            for argument, default in zip(node.args.args[::-1], node.args.defaults[::-1], strict=False):
+                if argument.arg in LIMITS and number(default):
+                    yield node.lineno, argument.arg
+
+
+def limit(node):
+    return isinstance(node, ast.Constant) and node.value in LIMITS
+
+
+def number(node):
+    constants = (one.value for one in ast.walk(node) if isinstance(one, ast.Constant))
+    return any(isinstance(value, (int, float)) and value != 0 for value in constants)
+
+
+def about_operators(path):
+    text = path.read_text(encoding="utf-8")
+    return any(word in text for word in ("rlspec.device", "operator_harness", "import benches", "rlspec.kernels"))
+
+
+TESTS = [p for p in sorted((ROOT / "tests").rglob("*.py")) if about_operators(p) and p != Path(__file__)]
+
+
+@pytest.mark.parametrize("path", HARNESS)
+def test_the_harness_has_no_tolerance_of_its_own(path):
+    assert list(tolerances((ROOT / path).read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
+def test_no_test_of_operators_has_one(path):
+    name = str(path.relative_to(ROOT))
+    found = list(tolerances(path.read_text(encoding="utf-8")))
+    assert name in ALLOWED or name.startswith(KERNELS) or found == []
+
+
+def test_each_exception_has_a_reason_and_is_one():
+    assert all(ALLOWED.values())
+    for name in ALLOWED:
+        if (ROOT / name).is_file():
+            assert list(tolerances((ROOT / name).read_text(encoding="utf-8"))), f"{name} needs no exception"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.testing.assert_close(a, b)",
+        "torch.allclose(a, b, rtol=0)",
+        "check(a, b, atol=1e-3)",
+        "comparing.errors(a, b, 0.0, 1e-2)",
+        "limits = {'atol': 2e-2}",
+        "limits.get('atol', 1e-3)",
+        "ATOL = 1e-3",
+        "def check(a, b, atol=1e-3): ...",
+        "assert x == pytest.approx(1.0)",
+        "_rtol: float = 2 * 1e-3",
+    ],
+)
+def test_what_is_found(source):
+    assert len(list(tolerances(source))) >= 1
+
+
+@pytest.mark.parametrize(
+    "source", ["errors(a, b, 0.0, 0.0)", "errors(a, b, atol, rtol)", "limits.get('atol', 0.0)", "{'atol': row.atol}"]
+)
+def test_what_is_not(source):
+    assert list(tolerances(source)) == []
