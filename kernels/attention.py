@@ -107,7 +107,8 @@ def _tokens(X, PAGES, start, stop, stride, page_stride, D: tl.constexpr, N: tl.c
         pointers = X + tl.cast(start, tl.int64) * stride + offsets[:, None] * stride + columns
     elif PAGE % N == 0:
         page = tl.load(PAGES + start // PAGE).to(tl.int64)
-        pointers = X + page * page_stride + tl.cast(start % PAGE, tl.int64) * stride + offsets[:, None] * stride + columns
+        page_base = X + page * page_stride + tl.cast(start % PAGE, tl.int64) * stride
+        pointers = page_base + offsets[:, None] * stride + columns
     else:
         positions = start + offsets
         page = tl.load(PAGES + positions // PAGE, mask=positions < stop, other=0).to(tl.int64)
@@ -460,7 +461,7 @@ def _dkv_kernel(
     WINDOW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # A block of M keys: the heads of its group upward, in each the blocks of N queries upward from the first that
-    # sees a key. Query blocks start at multiples of N from position 0 of the sample. One loop, one pipeline.
+    # sees a key. Query blocks start at multiples of N from position 0 of the sample.
     KV: tl.constexpr = HEADS // GROUP
     program = tl.program_id(0)
     kv_head = (program % KV).to(tl.int64)
@@ -483,7 +484,6 @@ def _dkv_kernel(
     end = tl.cdiv(k_length, N)
     if WINDOW > 0:
         end = tl.minimum(end, tl.cdiv(tile * M + M - 1 + WINDOW, N))
-    blocks = tl.maximum(end - begin, 0)
     offsets = tl.arange(0, N)
     columns = tl.arange(0, D)[None, :]
     q_base = Q + row * q_row + (q_start - before) * q_token
@@ -542,13 +542,13 @@ def _forward_tile(dtype: torch.dtype, width: int, group: int, queries: int, spli
 
 def _dq_tile(dtype: torch.dtype, width: int) -> Tile:
     if dtype == torch.float32:
-        return Tile(64, 4, 1)
+        return Tile(32 if width == 256 else 64, 4, 1)
     return Tile(64, 4, 2) if width == 256 else Tile(128, 8, 3)
 
 
 def _dkv_tile(dtype: torch.dtype, width: int) -> Tile:
     if dtype == torch.float32:
-        return Tile(64, 4, 1)
+        return Tile(32 if width == 256 else 64, 4, 1)
     return Tile(64, 8, 1) if width == 256 else Tile(64, 4, 2)
 
 

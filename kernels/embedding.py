@@ -52,7 +52,7 @@ def fold(accumulator: Tensor, tokens: Tensor, dy: Tensor, blocks: Tensor) -> Non
 
     accumulator [V, H] fp32 contiguous, changed in place; tokens [R] int64; dy [R, H] bf16, fp16 or fp32; blocks int32
     [B, 16]: the row for each place, -1 for none. A row whose id is outside [0, V) goes nowhere.
-    Raises ValueError for other dtypes and shapes, devices that differ, and a device without Triton.
+    Raises ValueError for other dtypes and shapes, devices that differ, empty tensors, and a device without Triton.
     """
     shapes = f"accumulator {list(accumulator.shape)}, tokens {list(tokens.shape)}, dy {list(dy.shape)}"
     if accumulator.dtype != torch.float32 or dy.dtype not in DTYPES:
@@ -66,7 +66,7 @@ def fold(accumulator: Tensor, tokens: Tensor, dy: Tensor, blocks: Tensor) -> Non
     if len({one.device for one in (accumulator, tokens, dy, blocks)}) > 1:
         raise ValueError(f"fold: {shapes} and blocks are not on one device")
     if tokens.numel() == 0 or blocks.numel() == 0:
-        return
+        raise ValueError(f"fold takes no empty tensors: {shapes}, blocks {list(blocks.shape)}")
     rows = blocks.flatten()
     none = len(accumulator)
     ids = torch.where(rows < 0, none, tokens.index_select(0, rows.clamp(min=0)))

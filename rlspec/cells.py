@@ -215,11 +215,21 @@ def _odd(line: Mapping[str, Any], tokens: int, judgment: str, row: Row) -> str |
     accuracy = judgment.endswith("accuracy")
     if line["against"] != ("reference" if accuracy else layouts.CANONICAL):
         return f"compared with {line['against']}"
-    if missing := (_ACCURACY if accuracy else {"differing"}) - set(line):
+    if missing := _needed(line, row, accuracy) - set(line):
         return f"{', '.join(sorted(missing))} missing"
     if not accuracy and line["digest"] != line["against_digest"] and not line["differing"] > 0:
         return "the digests differ, and no element does"
     return None
+
+
+def _needed(line: Mapping[str, Any], row: Row, accuracy: bool) -> set[str]:
+    if not accuracy:
+        return {"differing"}
+    return _ACCURACY | ({"yardstick"} if "baseline_ratio" in row.limits and _floating(line) else set())
+
+
+def _floating(line: Mapping[str, Any]) -> bool:
+    return str(line["dtype"]).startswith(("float", "bfloat"))
 
 
 def _one_canonical(lines: Sequence[Mapping[str, Any]], judgment: str) -> str | None:
@@ -273,8 +283,7 @@ def _problem(line: Mapping[str, Any], row: Row, accuracy: bool) -> str | None:
             )
             return f"{line['differing']:,} of {line['elements']:,} elements differ to the bit{note}"
         return None
-    floating = line["dtype"].startswith(("float", "bfloat"))
-    return nodes.accuracy_problem(line, row.limits if floating else {})
+    return nodes.accuracy_problem(line, row.limits if _floating(line) else {})
 
 
 def _where(line: Mapping[str, Any]) -> str:

@@ -59,8 +59,8 @@ def test_an_element_that_differs_is_named_with_the_size_of_its_call():
     cell = edited("forward_invariance", configuration="B1/full/t2", differing=5, digest="other", first=first)
     found = judge(cell, "forward_invariance")
     assert (found.category, found.status, found.statistic) == ("red_verdict", "FAIL", 5)
-    assert found.reason.startswith("out in B1/full/t2: 5 of 8 elements differ to the bit, first in sample t2 position 3")
-    assert "element 1 in a call of 1 × 2 tokens: 1.0 is not 2.0; 1 of 10 comparisons" in found.reason
+    assert found.reason.startswith("out in B1/full/t2: 5 of 8 elements differ to the bit, first in sample t2 ")
+    assert "position 3 element 1 in a call of 1 × 2 tokens: 1.0 is not 2.0; 1 of 10 comparisons" in found.reason
     assert found.evidence["first_failure"]["configuration"] == "B1/full/t2"
     assert judge(cell, "forward_accuracy").category == judge(cell, "gradient_invariance").category == "green"
 
@@ -226,6 +226,17 @@ def test_a_number_that_was_lost(lost):
     assert judge(cell, BITS).reason == "out in BN/chunked: differing missing"
 
 
+def test_a_yardstick_that_was_lost():
+    strict = contract.load("strict", benches.ROOT)
+    row = strict.resolve("forward_accuracy", "reduction", "bf16")
+    cell = whole(name="strict")
+    assert judge(cell, "forward_accuracy", row=row).reason == "out in BN/full: yardstick missing"
+    figures = {"torch_max_abs": 1.0, "torch_rms": 1.0, "rounding_max_abs": 1.0, "rounding_rms": 1.0}
+    for line in cell["comparisons"]:
+        line["yardstick"] = figures
+    assert judge(cell, "forward_accuracy", row=row).category == "green"
+
+
 def test_layouts_of_another_workload():
     other = {**whole()["layouts"], "BN/chunked": "0" * 64}
     short = {name: value for name, value in whole()["layouts"].items() if name != "BN/repeated"}
@@ -275,7 +286,8 @@ def test_a_last_line_that_was_cut(records):
 
 def test_one_line_less_than_the_end_says(records):
     path, lines = records
-    assert "cells and" in refused(path, [*lines[:5], *lines[6:]]) and "the end disagrees" in refused(path, lines[:5] + lines[6:])
+    told = refused(path, lines[:5] + lines[6:])
+    assert f"2 cells and {len(lines) - 5} comparisons are here, the end disagrees" in told
 
 
 def test_records_of_another_arm_or_version(records):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
-from rlspec import cells
+from rlspec import cells, workloads
 from tests import benches
 from tests.tiny import rlspec, run_folder, save
 
@@ -54,11 +55,9 @@ def given(run):
 
 
 def judge(made, *options):
-    save_json = json.dumps(made)
-    with open("report.json", "w", encoding="utf-8") as file:
-        file.write(save_json)
+    Path("report.json").write_text(json.dumps(made), encoding="utf-8")
     done = rlspec("judge", "report.json", "-o", "again.json", *options)
-    return done, json.loads(open("again.json", encoding="utf-8").read()) if "error" not in done.err else None
+    return done, None if "error" in done.err else json.loads(Path("again.json").read_text(encoding="utf-8"))
 
 
 def refused(made, *options):
@@ -106,7 +105,7 @@ def test_the_run_folder_is_judged_from_its_records(run, monkeypatch):
     folder, given = run
     monkeypatch.chdir(folder.parents[3])
     done = rlspec("judge", folder, "-o", "again.json")
-    made = json.loads(open("again.json", encoding="utf-8").read())
+    made = json.loads(Path("again.json").read_text(encoding="utf-8"))
     assert done.code == 1 and [v["status"] for v in made["verdicts"]] == [v["status"] for v in given["verdicts"]]
 
 
@@ -180,8 +179,6 @@ def test_an_edited_workload(elsewhere, given):
 
 
 def test_another_workload_under_its_own_digest_is_an_error_of_the_cells(elsewhere, given):
-    from rlspec import workloads
-
     workload = given["workload"]
     workload["data"]["tiers"][0]["permutation"] = [1, 2, 0]
     workload["digest"] = workloads.digest(workload["data"])

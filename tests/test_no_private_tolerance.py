@@ -1,4 +1,4 @@
-"""Only a row of a contract says how far a number may be off: none is hidden in the harness or in a test of operators."""
+"""Only a row of a contract says how far a number may be off: the harness and tests of operators hide none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HARNESS = (
     *("rlspec/nodes.py", "rlspec/cells.py", "rlspec/layouts.py", "rlspec/workloads.py", "rlspec/checks/operators.py"),
-    *(f"rlspec/device/{name}.py" for name in ("operator_harness", "execution", "comparing", "cases", "observe", "fills")),
+    *(
+        f"rlspec/device/{name}.py"
+        for name in ("operator_harness", "execution", "comparing", "cases", "observe", "fills")
+    ),
 )
 NAMES = {"allclose", "assert_close", "isclose", "assert_allclose", "assert_almost_equal", "approx"}
 LIMITS = {"atol", "rtol", "abs_tol", "rel_tol", "tolerance", "baseline_ratio", "relative_rms"}

@@ -136,5 +136,9 @@ def test_what_does_not_fit_together_is_refused(changed, message):
 def test_any_edit_changes_the_digest_and_the_order_of_keys_does_not():
     plain = benches.data()
     assert workloads.digest(dict(reversed(plain.items()))) == workloads.digest(plain) == workloads.of(plain).digest
-    for changed in (edited("samples", 0, "length", value=7), edited("tiers", 0, "chunk", value=3), {**plain, "seed": 8}):
+    for changed in (
+        edited("samples", 0, "length", value=7),
+        edited("tiers", 0, "chunk", value=3),
+        {**plain, "seed": 8},
+    ):
         assert workloads.digest(changed) != workloads.digest(plain)

@@ -135,7 +135,7 @@ def errors(got: Tensor, want: Tensor, atol: float, rtol: float) -> Errors:
         over = gap - (atol + rtol * r.abs())
         wrong = ~(over <= 0)
         found = int(wrong.sum())
-        if found and first is None:
+        if found and first is None and (atol or rtol):
             first = _element(start + int(wrong.int().argmax()), x, y)
         violations += found
         nonfinite += int((~c.isfinite()).sum())

@@ -78,7 +78,10 @@ def _run(path: Path, limit: float) -> dict[str, Any]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=ROOT)
         out, failure = done.stdout, f"exit code {done.returncode}\n{done.stderr[-3000:]}" if done.returncode else None
     except subprocess.TimeoutExpired as late:
-        out, failure = (late.stdout or b"").decode(errors="replace"), f"not done after {limit:g} s"
+        # What a child has said before its end is bytes here even where text was asked for.
+        said = late.stdout or b""
+        out = said.decode(errors="replace") if isinstance(said, bytes) else said
+        failure = f"not done after {limit:g} s"
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("{") and line.endswith("}")]
     found = {kind: [line[kind] for line in lines if kind in line] for kind in ("versions", "check", "timing")}
     return {

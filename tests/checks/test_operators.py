@@ -124,7 +124,10 @@ def test_the_run_file_is_told_what_is_the_same_for_all_arms(tmp_path):
     spec = parsed(tmp_path, operators=["silu", "attention"], judgments=["forward_accuracy", "forward_invariance"],
                   requires={"device": "cpu"})  # fmt: skip
     told = operators.context(spec, contract.load("ws1", HERE))
-    assert told["operators"] == ["silu", "attention"] and told["judgments"] == ["forward_accuracy", "forward_invariance"]
+    assert told["operators"] == ["silu", "attention"] and told["judgments"] == [
+        "forward_accuracy",
+        "forward_invariance",
+    ]
     assert told["limits"] == {
         "forward_accuracy": {"attention": {"atol": 5e-2, "rtol": 2e-2}, "elementwise": {"atol": 2e-2, "rtol": 1.6e-2}},
         "forward_invariance": dict.fromkeys(("attention", "elementwise"), {"differing_elements": 0}),
@@ -200,7 +203,9 @@ def test_an_arm_that_failed_is_an_error_of_all_its_cells_but_those_that_nobody_r
 
 
 def test_uncounted_tiers_are_judged_and_say_so(tmp_path):
-    _, made = verdicts(tmp_path, whole("silu", "rope"), workload=benches.data(operators=("silu", "rope"), counted=False))
+    _, made = verdicts(
+        tmp_path, whole("silu", "rope"), workload=benches.data(operators=("silu", "rope"), counted=False)
+    )
     assert made and not any(v.evidence["counted"] for v in made)
 
 

@@ -58,7 +58,11 @@ def test_one_unit_in_the_last_place_counts(dtype):
 def test_nan_on_either_side_differs(sides):
     got, want = (tensor(0, one) for one in sides)
     found = same(got, want)
-    assert found["differing"] == 1 and found["first"]["index"] == 1 and "nan" in (found["first"]["got"], found["first"]["want"])
+    assert (
+        found["differing"] == 1
+        and found["first"]["index"] == 1
+        and "nan" in (found["first"]["got"], found["first"]["want"])
+    )
 
 
 def test_identical_is_of_dtype_shape_and_all_bytes():

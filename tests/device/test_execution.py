@@ -12,7 +12,15 @@ from rlspec.device.execution import NoBackward
 from rlspec.device.gradients import WeightGradient
 from tests import benches
 
-EVERY = (*benches.LAYOUTS, "singletons_chunked", "padded_left", "padded_more", "groups_of_2", "decode", "batched_decode")
+EVERY = (
+    *benches.LAYOUTS,
+    "singletons_chunked",
+    "padded_left",
+    "padded_more",
+    "groups_of_2",
+    "decode",
+    "batched_decode",
+)
 TOKENS = 11
 
 

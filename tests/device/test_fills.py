@@ -79,24 +79,37 @@ def test_another_identity_has_another_content(other):
 
 def test_hashed_values_are_near_normal():
     found = rows(positions=range(256), width=1024).double()
-    deviation = math.sqrt(4 * (256**2 - 1) / 12) / 128  # of four uniform bytes, in units of 1/128
+    deviation = math.sqrt(4 * (256**2 - 1) / 12) / 147.8  # of four uniform bytes
     count = found.numel()
     assert abs(found.mean()) < 5 * deviation / math.sqrt(count)
-    assert abs(found.std() / deviation - 1) < 0.01 and 1 < deviation < 1.2
+    assert abs(found.std() / deviation - 1) < 0.01 and 0.99 < deviation < 1.01
     assert abs(((found / deviation) ** 4).mean() - 2.7) < 0.05  # 3 − 6/5/4 of a sum of four uniforms; 3 of the normal
-    assert found.abs().max() <= 510 / 128
+    assert found.abs().max() <= 510 / 147.8
 
 
-def test_hashed_values_are_exact_in_fp32_and_rounded_once_to_bf16():
+def test_hashed_values_are_rounded_once_to_bf16():
     found = rows(positions=range(64), width=256)
-    assert torch.equal((found * 128).round(), found * 128) and not torch.equal(found.bfloat16().float(), found)
+    assert not torch.equal(found.bfloat16().float(), found)
     wide = fills.parameter("hashed", 3, (64, 64), 4, CPU, torch.float32)
     assert torch.equal(fills.parameter("hashed", 3, (64, 64), 4, CPU, torch.bfloat16), wide.bfloat16())
 
 
+def test_the_order_of_a_sum_of_hashed_products_shows():
+    """Multiples of a power of two would sum exactly in fp32, whatever the order, and no layout could differ."""
+    x = rows(positions=range(16), width=1024).bfloat16().float()
+    weight = fills.parameter("hashed", 3, (16, 1024), 4, CPU, torch.bfloat16).float()
+    products = x * weight
+    forth, back = (torch.zeros(16), torch.zeros(16))
+    for k in range(1024):
+        forth, back = forth + products[:, k], back + products[:, 1023 - k]
+    assert (forth != back).sum() >= 12
+
+
 def test_parameters_depend_on_element_seed_and_offset():
     plain = fills.parameter("hashed", 3, (64, 64), 4, CPU, torch.float32)
-    assert torch.equal(plain.flatten()[:640].view(10, 64), fills.parameter("hashed", 3, (10, 64), 4, CPU, torch.float32))
+    assert torch.equal(
+        plain.flatten()[:640].view(10, 64), fills.parameter("hashed", 3, (10, 64), 4, CPU, torch.float32)
+    )
     for seed, offset in ((4, 4), (3, 5)):
         assert (fills.parameter("hashed", seed, (64, 64), offset, CPU, torch.float32) == plain).float().mean() < 0.02
 

@@ -75,7 +75,9 @@ def test_attention_of_the_library_is_seen():
     assert any("attention" in one and observe.LIBRARY.match(one) for one in made.torch)
 
 
-@pytest.mark.parametrize("name", ["copy_", "view", "empty", "zeros_like", "index_select", "cat", "_to_copy", "clone", "add"])
+@pytest.mark.parametrize(
+    "name", ["copy_", "view", "empty", "zeros_like", "index_select", "cat", "_to_copy", "clone", "add"]
+)
 def test_moving_and_making_data_is_nobodys_fallback(name):
     assert not observe.LIBRARY.match(name)
 

@@ -30,7 +30,9 @@ def harness(tmp_path, monkeypatch):
 
 
 def by_judgment(on, operator="silu", name="ws1"):
-    return {judgment: found.category for (one, judgment), found in benches.judged(on, name=name).items() if one == operator}
+    return {
+        judgment: found.category for (one, judgment), found in benches.judged(on, name=name).items() if one == operator
+    }
 
 
 # Guards of the gate itself
@@ -156,7 +158,9 @@ def test_a_sum_over_calls_says_who_made_it(tmp_path):
     for implementation, who in (("torch", "autograd"), ("canonical", "operator")):
         (cell,) = benches.measured(benches.bench(tmp_path, ["det_gemm"], implementation))["cells"]
         told = {line["accumulated_by"] for line in cell["comparisons"] if line["tensor"] == "dweight"}
-        assert told == {who} and not any("accumulated_by" in line for line in cell["comparisons"] if line["tensor"] == "dx")
+        assert told == {who} and not any(
+            "accumulated_by" in line for line in cell["comparisons"] if line["tensor"] == "dx"
+        )
 
 
 # Wrong gradients
@@ -227,7 +231,10 @@ def test_no_backward_is_a_category_and_forward_is_judged(harness):
 def test_a_row_that_zeros_would_pass_is_told_for_each_cell(tmp_path):
     small = benches.bench(tmp_path, ["silu"], "canonical", fill="published")
     found = benches.judged(small)["silu", "gradient_accuracy"]
-    assert found.category == "green" and "cannot_fail: the row would also pass a candidate that is zero dx" in found.notes[0]
+    assert (
+        found.category == "green"
+        and "cannot_fail: the row would also pass a candidate that is zero dx" in found.notes[0]
+    )
     large = benches.bench(tmp_path, ["silu"], "canonical")
     assert benches.judged(large)["silu", "gradient_accuracy"].notes == ()
 
@@ -414,7 +421,9 @@ def test_the_bits_of_another_process(tmp_path, monkeypatch):
 
 
 def by_judgment_of(on, found, operator):
-    return {judgment: category for (one, judgment), category in benches.categories(on, found).items() if one == operator}
+    return {
+        judgment: category for (one, judgment), category in benches.categories(on, found).items() if one == operator
+    }
 
 
 def test_another_process_that_fails_is_no_agreement(tmp_path, capfd):

@@ -122,8 +122,9 @@ BLOCKS = torch.zeros(1, 16, dtype=torch.int32)
         (WEIGHT, torch.ones(2, 5), BLOCKS, "dy"),
         (WEIGHT, torch.ones(2, 4), BLOCKS.long(), "int64"),
         (WEIGHT, torch.ones(2, 4), BLOCKS[:, :8], "16"),
+        (WEIGHT, torch.ones(2, 4), BLOCKS[:0], "empty"),
     ],
-    ids=("narrow sum", "width", "wide blocks", "block"),
+    ids=("narrow sum", "width", "wide blocks", "block", "no block"),
 )
 def test_what_fold_refuses(accumulator, dy, blocks, message):
     with pytest.raises(ValueError, match=message):

@@ -7,11 +7,14 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ROWS = [line.strip("| ").split(" | ") for line in (HERE / "README.md").read_text().splitlines() if re.match(r"\| \d", line)]
+LINES = (HERE / "README.md").read_text(encoding="utf-8").splitlines()
+ROWS = [line.strip("| ").split(" | ") for line in LINES if re.match(r"\| \d", line)]
 
 
 def functions(path):
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)
+    }
 
 
 OWN = functions(HERE / "test_review.py") | functions(HERE / "test_weaknesses.py")

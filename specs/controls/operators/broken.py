@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from rlspec.device import canonical
-from rlspec.device.gradients import reciprocal_rms
+from rlspec.device.gradients import reciprocal_rms, tree_sum
 from rlspec.device.operators import Segment, Segments
 
 BLOCK = 16
@@ -58,7 +58,7 @@ def _logprob_in_rotated_order(logits: Tensor, targets: Tensor) -> Tensor:
     # Each row's sum in fp32 starts at another id for another number of rows.
     shares = canonical.exp(logits.double()).float().roll(targets.numel(), -1)
     chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1).double()
-    value = chosen - canonical.log(_ascending(shares).double())
+    value = chosen - canonical.log(tree_sum(shares).double())
     return _Instead.apply(canonical.logprob(logits, targets), value.float())
 
 
@@ -76,13 +76,6 @@ def _head_with_splits_by_rows(x: Tensor, weight: Tensor, *, out_dtype: torch.dty
     halves = zip(x.chunk(2, -1), weight.chunk(2, -1), strict=True)
     first, second = (canonical.lm_head(*half, out_dtype=out_dtype) for half in halves)
     return _Instead.apply(right, first + second)
-
-
-def _ascending(x: Tensor) -> Tensor:
-    total = x[..., 0].clone()
-    for index in range(1, x.shape[-1]):
-        total += x[..., index]
-    return total
 
 
 def _silu_with_negative_zeros(x: Tensor) -> Tensor:
