@@ -246,6 +246,20 @@ def test_bits_do_not_depend_on_the_tile(rows: int, width: int) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("rows", [1, 37, 300])
+def test_bits_of_the_data_gradient_do_not_depend_on_the_tile(rows: int) -> None:
+    dy = draw(rows, 1000, dtype=BF16, device="cuda")
+    weight = draw(1000, 416, seed=1, dtype=BF16, device="cuda")
+    wanted = torch.empty(rows, 416, dtype=BF16, device="cuda")
+    gemm._plain_product(dy, weight.t(), wanted)(dy.device)
+    for tile in TABLE:
+        if tile.kind in ("single", "steady"):
+            out = torch.full((rows, 416), float("nan"), dtype=BF16, device="cuda")
+            gemm._product(dy, weight, out, tile, along=True)(dy.device)
+            assert same(out, wanted), tile
+
+
+@gpu
 def test_bits_do_not_depend_on_rows_or_neighbours() -> None:
     x = draw(1030, 4096, dtype=BF16, device="cuda")
     weight = draw(6144, 4096, seed=1, dtype=BF16, device="cuda")
