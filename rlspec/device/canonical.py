@@ -26,6 +26,7 @@ sample get gradients of all its queries, so cut into calls they are right, but t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -573,6 +574,18 @@ def _slot_sum(x: Tensor) -> Tensor:
     return tree_sum(x).unsqueeze(-1)
 
 
+def _fused_head_gradient(weight: Tensor, lengths: Sequence[int] | None = None) -> gradients.WeightGradient:
+    """Of the weight [V, H] of `linear_logprob`: the logits' gradients of each row, then as of a matrix."""
+
+    def fold(accumulator: Tensor, x: Tensor, pairs: Tensor, blocks: Tensor) -> None:
+        logits = product(x, weight)
+        dlogits = _logit_gradients(logits, pairs[:, 1].long(), _log_sum_exp(logits), pairs[:, 0])
+        gradients.fold_matrix(accumulator, x, dlogits.float(), blocks)
+
+    return gradients.LogprobGradient(torch.zeros(weight.shape, device=weight.device), fold, lengths)
+
+
+linear_logprob.weight_gradient = _fused_head_gradient  # type: ignore[attr-defined]
 det_gemm.weight_gradient = gradients.matrix_gradient  # type: ignore[attr-defined]
 lm_head.weight_gradient = gradients.matrix_gradient  # type: ignore[attr-defined]
 rms_norm.weight_gradient = gradients.norm_gradient  # type: ignore[attr-defined]

@@ -19,6 +19,9 @@ from rlspec.layouts import Call, Layout
 from rlspec.nodes import NODES
 from rlspec.workloads import Tier
 
+# x, its upstream gradient, other token inputs by name, which rows are which, and how many rows there are.
+Handed = tuple[Tensor, Tensor, dict[str, Tensor], list[gradients.Run], int]
+
 
 class NoBackward(Exception):
     """The operator gave a result that no gradient flows through."""
@@ -67,7 +70,7 @@ class _Execution:
         operator = subject.operator
         self.whole_backward = hasattr(operator, "backward") and hasattr(operator, "forward")
         self.owned = getattr(operator, "weight_gradient", None) if self.node.parameters and layout.parameters else None
-        self.handed: list[tuple[Tensor, Tensor, list[gradients.Run], int]] = []
+        self.handed: list[Handed] = []
         self.saved: dict[str, Tensor] = {}
 
     def run(self) -> Results:
@@ -111,7 +114,7 @@ class _Execution:
             return
         self._autograd(call, outputs, upstream, leaves)
         if self.owned is not None:
-            self._hand_over(call, next(iter(tokens.values())), upstream["out"])
+            self._hand_over(call, tokens, upstream["out"])
 
     def _autograd(self, call: Call, outputs: Tensors, upstream: Tensors, leaves: Tensors) -> None:
         if not leaves:
@@ -154,7 +157,10 @@ class _Execution:
 
     # Gradients that the operator itself sums
 
-    def _hand_over(self, call: Call, x: Tensor, dy: Tensor) -> None:
+    def _hand_over(self, call: Call, tokens: Tensors, dy: Tensor) -> None:
+        """The first token input, the upstream gradient and, by name, what else the operator was called with."""
+        x, *_ = tokens.values()
+        others = [name for name in list(tokens)[1:] if name not in self.node.tensors]
         samples = self.subject.tier.samples
         runs = [
             gradients.Run(
@@ -163,14 +169,15 @@ class _Execution:
             for run in call.runs
             if run.sample < len(samples)
         ]
-        self.handed.append((x.detach().flatten(0, 1), dy.flatten(0, 1), runs, call.slots))
+        more = {name: tokens[name].flatten(0, 1) for name in others}
+        self.handed.append((x.detach().flatten(0, 1), dy.flatten(0, 1), more, runs, call.slots))
         if self.layout.ordered:
             self._give(self.handed.pop())
 
-    def _give(self, handed: tuple[Tensor, Tensor, list[gradients.Run], int]) -> None:
-        x, dy, runs, rows = handed
+    def _give(self, handed: Handed) -> None:
+        x, dy, more, runs, rows = handed
         with self.seen.call(launches=False):
-            self._gradient().add(x, dy, gradients.Identity(tuple(runs), rows))
+            self._gradient().add(x, dy, gradients.Identity(tuple(runs), rows), **more)
 
     def _gradient(self) -> Any:
         if "owner" not in self.__dict__:
@@ -181,11 +188,12 @@ class _Execution:
     def _finish_weight(self) -> None:
         if self.handed:  # the calls interleave samples: all of their rows at once
             runs, row = [], 0
-            for _, _, of_call, rows in self.handed:
+            for *_, of_call, rows in self.handed:
                 runs += [run._replace(row=run.row + row) for run in of_call]
                 row += rows
             x, dy = (torch.cat([one[slot] for one in self.handed]) for slot in (0, 1))
-            self._give((x, dy, runs, row))
+            more = {name: torch.cat([one[2][name] for one in self.handed]) for name in self.handed[0][2]}
+            self._give((x, dy, more, runs, row))
         with self.seen.call(launches=False):
             self.results.gradients["dweight"] = self._gradient().finish()
         self.results.accumulated_by["dweight"] = "operator"

@@ -263,6 +263,17 @@ def fold_embedding(accumulator: Tensor, tokens: Tensor, dy: Tensor, blocks: Tens
         accumulator.index_add_(0, ids[row : row + 1], upstream.unsqueeze(0))
 
 
+class LogprobGradient(WeightGradient):
+    """Of a fused head [V, H], whose logits' gradient follows from x, weight, target and the log-prob's own gradient.
+
+    `fold(accumulator, x, pairs, blocks)` gets dy and target of each row as `pairs` fp64 [R, 2], which holds both.
+    """
+
+    def add(self, x: Tensor, dy: Tensor, identity: Identity, targets: Tensor) -> None:  # type: ignore[override]
+        """As `WeightGradient.add`, of x [R, H], dy [R] and targets int64 [R]."""
+        super().add(x, torch.stack((dy.double(), targets.double()), -1), identity)
+
+
 def matrix_gradient(weight: Tensor, lengths: Sequence[int] | None = None) -> WeightGradient:
     """Of a weight [N, K], from x [R, K] and dy [R, N]."""
     return WeightGradient(_zeros(weight, 2), fold_matrix, lengths)

@@ -68,8 +68,9 @@ def _layouts(
     good = True
     for size in (700, 1201, 2608, 491):
         at += size
-        chunk = kernel.forward(q[:, at - size : at], k[:, :at], v[:, :at], _table([(0, 0, size, 0, at)], device), **options)
-        good &= _same(chunk, (out[:, at - size : at], lse[:, at - size : at]))
+        cell, table = slice(at - size, at), _table([(0, 0, size, 0, at)], device)
+        chunk = kernel.forward(q[:, cell], k[:, :at], v[:, :at], table, **options)
+        good &= _same(chunk, (out[:, cell], lse[:, cell]))
     yield f"{tag}: chunks", good, "700, 1201, 2608, 491"
 
     bad = []
@@ -110,7 +111,8 @@ def _layouts(
         full[1, :777] = part[0, :777]
         full[1, 777 : 777 + length] = part[0]
         full[2, 900:] = part[0]
-    entries = [(0, 33, length, 33, length), (1, 0, 777, 0, 777), (1, 777, length, 777, length), (2, 900, length, 900, length)]
+    spans = (0, 33, length), (1, 0, 777), (1, 777, length), (2, 900, length)
+    entries = [(row, start, count, start, count) for row, start, count in spans]
     found, marks = kernel.forward(*wide, _table(entries, device), **options)
     good = all(
         _same((found[r, s : s + n], marks[r, s : s + n]), (out[0, :n], lse[0, :n])) for r, s, n, _, _ in entries
@@ -172,25 +174,25 @@ def _backward(device: torch.device, width: int, window: int | None) -> Iterator[
     errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(want, exact, strict=True)]
     yield f"{tag}: accuracy", max(errors) <= 5e-3, " ".join(f"{e:.2e}" for e in errors)
 
-    wide = [torch.full((3, 2 * length + 50, *x.shape[2:]), torch.nan, dtype=x.dtype, device=device) for x in (q, k, v, grad)]
+    parts = (q, k, v, grad)
+    wide = [torch.full((3, 2 * length + 50, *x.shape[2:]), torch.nan, dtype=x.dtype, device=device) for x in parts]
     spans = [(0, 37, length), (1, 0, 500), (1, 500, length), (2, length + 50, length)]
-    for full, part in zip(wide, (q, k, v, grad), strict=True):
+    for full, part in zip(wide, parts, strict=True):
         for row, start, count in spans:
             full[row, start : start + count] = part[0, :count]
     entries = _table([(r, s, n, s, n) for r, s, n in spans], device)
     out2, lse2 = kernel.forward(*wide[:3], entries, **options)
     found = kernel.backward(*wide[:3], out2, lse2, wide[3], entries, **options)
-    good = all(torch.equal(a[r, s : s + n], b[0]) for r, s, n in spans if n == length for a, b in zip(found, want, strict=True))
+    whole = [(row, slice(start, start + count)) for row, start, count in spans if count == length]
+    good = all(torch.equal(a[r, cell], b[0]) for r, cell in whole for a, b in zip(found, want, strict=True))
     good &= all(not bool(x[0, :37].any()) and not bool(x[2, : length + 50].any()) for x in found)
     yield f"{tag}: packed, padded, NaN pads", good, ""
 
     bad = []
     tiles = [(64, 4, 1), (64, 8, 1)] + [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)] * (width < 256)
     for one in tiles:
-        tile = kernel.Tile(*one)
-        found = kernel._backward(
-            q, k, v, out, lse, grad, table, scale, length, length, window, dq_tile=tile, dkv_tile=kernel.Tile(64, *one[1:])
-        )
+        chosen = {"dq_tile": kernel.Tile(*one), "dkv_tile": kernel.Tile(64, *one[1:])}
+        found = kernel._backward(q, k, v, out, lse, grad, table, scale, length, length, window, **chosen)
         if not _same(found, want):
             bad.append(one)
     yield f"{tag}: tiles", not bad, f"{len(tiles)} tiles, differ: {bad}"

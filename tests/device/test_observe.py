@@ -208,7 +208,8 @@ from torch.autograd import Function
 @triton.jit
 def half_kernel(x, out, count, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + place, tl.load(x + place, mask=place < count) * 0.5, mask=place < count)
+    value = tl.load(x + place, mask=place < count).to(tl.float32)
+    tl.store(out + place, value * 0.5, mask=place < count)
 
 def launch(x):
     x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
