@@ -457,7 +457,8 @@ def fold(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor) -> None:
 
     `blocks` may be a CPU tensor: it is checked, and rows that follow one another, with -1 only at the very end, are
     read where they lie. Other tables make a gathered copy of the rows first. On the device the table is not looked at:
-    rows are always gathered, and one that does not exist makes the accumulator NaN.
+    rows are always gathered, and one that does not exist makes the accumulator NaN. A graph can capture the first and
+    the last of these three.
     Raises ValueError for other shapes, dtypes, devices, an empty table, and rows out of range in a CPU table.
     """
     _check_operands(x, dy, "x", "dy")

@@ -132,15 +132,17 @@ def _block_sums(
 def _chain(sums, accumulator, blocks, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """accumulator += sums[0], then += sums[1], ...: a chain, so that any cut into calls has the same bits."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    acc = tl.load(accumulator + column, mask=column < WIDTH, other=0.0)
-    for first in range(0, blocks, 64):
-        # Loads of 64 blocks are in flight at a time; the additions keep their order.
-        for i in tl.static_range(64):
-            block = (tl.zeros_like(column) + (first + i)).to(tl.int64)
-            inside = (column < WIDTH) & (block < blocks)
-            # −0 changes no number, not even −0.
-            acc += tl.load(sums + block * WIDTH + column, mask=inside, other=-0.0)
-    tl.store(accumulator + column, acc, mask=column < WIDTH)
+    inside = column < WIDTH
+    acc = tl.load(accumulator + column, mask=inside, other=0.0)
+    # 128 loads are in flight at a time; the additions keep their order.
+    many = blocks // 128 * 128
+    for first in range(0, many, 128):
+        places = sums + tl.cast(first, tl.int64) * WIDTH + column
+        for i in tl.static_range(128):
+            acc += tl.load(places + i * WIDTH, mask=inside, other=0.0)
+    for block in range(many, blocks):
+        acc += tl.load(sums + tl.cast(block, tl.int64) * WIDTH + column, mask=inside, other=0.0)
+    tl.store(accumulator + column, acc, mask=inside)
 
 
 # ---- launches ----

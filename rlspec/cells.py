@@ -117,6 +117,16 @@ def _keys(path: Path, number: int, line: Mapping[str, Any], wanted: set[str]) ->
         raise RunError(f"{path}:{number}: unknown {', '.join(sorted(unknown))}")
 
 
+def whole(path: Path, measured: Mapping[str, Any]) -> None:
+    """Raises RunError where the cells of a report lack what `judge` reads."""
+    for name, arm in measured.items():
+        for number, cell in enumerate((arm or {"cells": ()})["cells"]):
+            place = Path(f"{path}: {name}: cell")
+            _keys(place, number, cell, _CELL | {"comparisons"})
+            for line in cell["comparisons"]:
+                _keys(place, number, line, _COMPARISON)
+
+
 def seal(measured: Mapping[str, Any]) -> str:
     """SHA-256 over all cells of all arms as canonical JSON: a number or digest that is edited breaks it."""
     text = json.dumps(measured, sort_keys=True, separators=(",", ":"))
@@ -211,7 +221,7 @@ def _odd(line: Mapping[str, Any], tokens: int, judgment: str, row: Row) -> str |
     if line["tokens"] != tokens or (tokens and line["shape"][0] != tokens):
         return f"{line['tokens']} tokens, {tokens} are due"
     if line["limits"] != dict(row.limits):
-        return f"the limits {line['limits']} are not those of {row.id}"
+        return f"the limits {line['limits']} are not those of {row.id}; another contract needs a new run"
     accuracy = judgment.endswith("accuracy")
     if line["against"] != ("reference" if accuracy else layouts.CANONICAL):
         return f"compared with {line['against']}"

@@ -204,6 +204,7 @@ def _from_measured(path: Path, given: dict[str, Any], contract_name: str | None)
     """Judge the cells of a report again, from the numbers in it. Raises RunError if they were touched."""
     if cells.seal(given["measured"]) != given["seal"]:
         raise RunError(f"{path}: what was measured has been edited since: it does not have the seal beside it")
+    cells.whole(path, given["measured"])
     workload = given["workload"]
     if workloads.digest(workload["data"]) != workload["digest"]:
         raise RunError(f"{path}: the workload has been edited since: it does not have the digest beside it")

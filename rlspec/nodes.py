@@ -133,7 +133,7 @@ def accuracy_problem(line: Mapping[str, Any], limits: Mapping[str, float]) -> st
     if "baseline_ratio" not in limits:
         if not line["violations"] <= 0:
             return f"{line['violations']:,} of {line['elements']:,} elements are outside"
-        return None if float(line["excess"]) <= 0 else f"an element is {line['excess']:g} outside"
+        return None if float(line["excess"]) <= 0 else f"an element is {float(line['excess']):g} outside"
     yardstick, ratio = line["yardstick"], limits["baseline_ratio"]
     for name, what in (("rms", "RMS"), ("max_abs", "largest")):
         allowed = max(ratio * yardstick[f"torch_{name}"], yardstick[f"rounding_{name}"])

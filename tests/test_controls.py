@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SPECS = ROOT / "specs"
-CONTROLS = sorted(p for p in (SPECS / "controls").rglob("*.yaml") if "operators" not in p.parts)  # they have a test of their own
+# Those of operators have a test of their own.
+CONTROLS = sorted(p for p in (SPECS / "controls").rglob("*.yaml") if "operators" not in p.parts)
 PASSING = [SPECS / "quickstart.yaml", SPECS / "correctness" / "tiny-moe-dp2.yaml"]
 
 

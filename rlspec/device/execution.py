@@ -31,7 +31,7 @@ class NoBackward(Exception):
 class Subject:
     """What is run: an operator on the tables of a case, with the upstream gradients of its outputs.
 
-    `dtypes`: what its outputs must have; `wide`: the dtype of a reference, whose outputs keep it.
+    `like`: tensors of whose dtype and shape a token its outputs must be; `wide`: the dtype of a reference.
     """
 
     case: Case
@@ -41,7 +41,7 @@ class Subject:
     weights: Tensors
     upstream: Tensors
     device: torch.device
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    like: Tensors = field(default_factory=dict)
     wide: torch.dtype | None = None
 
 
@@ -277,8 +277,11 @@ class _Execution:
             if out.shape[:2] != (call.rows, call.width):
                 grid = f"{call.rows} rows of {call.width} tokens"
                 raise ValueError(f"the result {name} has shape {list(out.shape)} for {grid}")
-            if out.dtype != self.subject.dtypes.get(name, out.dtype):
-                raise ValueError(f"the result {name} is {out.dtype}, {self.subject.dtypes[name]} is due")
+            due = self.subject.like.get(name)
+            if due is not None and out.dtype != due.dtype:
+                raise ValueError(f"the result {name} is {out.dtype}, {due.dtype} is due")
+            if due is not None and out.shape[2:] != due.shape[1:]:
+                raise ValueError(f"the result {name} has {list(out.shape[2:])} a token, {list(due.shape[1:])} is due")
             if out.device != self.subject.device:
                 raise ValueError(f"the result {name} lies on {out.device}, the inputs on {self.subject.device}")
 

@@ -154,13 +154,20 @@ def broken(backend: str | None, seen: Seen) -> str | None:
     return None
 
 
+def switches(device: torch.device) -> dict[str, bool]:
+    """What must be off: TF32 in products of fp32, and autocast."""
+    return {
+        "tf32": bool(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32),
+        "autocast": torch.is_autocast_enabled(device.type),
+    }
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """Where and under which switches the operators ran."""
     here: dict[str, Any] = {
         "device": str(device),
         "torch": torch.__version__,
-        "tf32": bool(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32),
-        "autocast": torch.is_autocast_enabled(),
+        **switches(device),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "threads": torch.get_num_threads(),
         "name": None,

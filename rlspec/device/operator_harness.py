@@ -167,11 +167,15 @@ class _Cell:
             "blocked": self.blocked,
             "no_backward": self.no_backward,
             "error": self.error,
-            "provenance": None if self.error or self.blocked else observe.broken(self.backend, self.seen),
+            "provenance": None if self.error or self.blocked else self._provenance(),
             "seen": self.seen.plain(),
             "passed_by": self.passed_by,
             "layouts": {one.name: one.digest for one in self.layouts},
         }
+
+    def _provenance(self) -> str | None:
+        on = [name for name, value in observe.switches(self.on.device).items() if value]
+        return f"{' and '.join(on)} was on after the calls" if on else observe.broken(self.backend, self.seen)
 
     def comparisons(self) -> Iterator[dict[str, Any]]:
         if self.blocked:
@@ -232,7 +236,7 @@ class _Variant:
             tables=_upcast(self.subject.tables, wide),
             weights=_upcast(self.subject.weights, wide),
             upstream=_upcast(self.subject.upstream, wide),
-            dtypes={},
+            like={},
             wide=wide,
         )
         return run(whole, self.cell.layouts[0], observe.Seen(), backward=self.backward)
@@ -424,7 +428,7 @@ def subject(on: Bench, operator: str, tier: Tier, variant: str, candidate: Calla
         for index, (name, out) in enumerate(shapes.outputs.items())
         if out.is_floating_point()
     }
-    return replace(plain, upstream=upstream, dtypes={name: out.dtype for name, out in shapes.outputs.items()})
+    return replace(plain, upstream=upstream, like=shapes.outputs)
 
 
 def _upcast(tensors: cases.Tensors, wide: torch.dtype) -> dict[str, Tensor]:
