@@ -34,8 +34,10 @@ different segments to be disjoint. There is no gradient for sinks.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from contextvars import copy_context
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -179,7 +181,7 @@ def _forward_kernel(
     scale, segments, tiles, splits, queries, slots, pages,
     KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
-    EARLY: tl.constexpr, CHANGE: tl.constexpr, LATE: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr, CHANGE: tl.constexpr, LATE: tl.constexpr, STAGES: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     # Heads vary fastest, then samples; the longest rows (with SPLIT, the latest splits) start first.
     program = tl.program_id(0)
@@ -234,6 +236,9 @@ def _forward_kernel(
         v_base = V + head.to(tl.int64) * v_head
         page_list = PAGES + segment.to(tl.int64) * pages
 
+    if BULK:  # the copy engine: no addresses in registers, and zeros past the last key without reading them
+        k_block = tl.make_tensor_descriptor(k_base, [k_length, D], [k_token, 1], [N, D])
+        v_block = tl.make_tensor_descriptor(v_base, [k_length, D], [v_token, 1], [N, D])
     ones = tl.full((N, 8), 1.0, V.dtype.element_ty)
     m, mass, acc = _empty(M, D)
     total_m, total_mass, total = m, tl.max(mass, 1), acc
@@ -245,8 +250,12 @@ def _forward_kernel(
             end = tl.minimum(end, stop)
         m, mass, acc = _empty(M, D)
         for start in tl.range(begin, end, N, num_stages=STAGES):
-            k = _tokens(k_base, page_list, start, stop, k_token, k_row, D, N, PAGE, True)
-            v = _tokens(v_base, page_list, start, stop, v_token, v_row, D, N, PAGE, True)
+            if BULK:
+                k = k_block.load([start, 0])
+                v = v_block.load([start, 0])
+            else:
+                k = _tokens(k_base, page_list, start, stop, k_token, k_row, D, N, PAGE, True)
+                v = _tokens(v_base, page_list, start, stop, v_token, v_row, D, N, PAGE, True)
             m, mass, acc = _absorb(m, mass, acc, q, k, v, ones, positions, start, full, scale, N, WINDOW)
         if not SPLIT:
             total_m, total_mass, total = _fold(total_m, total_mass, total, m, tl.max(mass, 1), acc)
@@ -368,7 +377,7 @@ def _delta_kernel(
     OUT, GRAD, LSE, STATS, o_row, o_token, o_head, g_row, g_token, g_head, queries,
     HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    # log2(e)·lse and delta side by side, [rows, heads, tokens, 2], for the kernels below. One tile shape a width and
+    # -log2(e)·lse and delta side by side, [rows, heads, tokens, 2], for the kernels below. One tile shape a width and
     # always the same alignment, so the tree of this sum is fixed.
     program = tl.program_id(0)
     head = program % HEADS
@@ -383,14 +392,14 @@ def _delta_kernel(
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     lse = tl.load(LSE + (row * queries + token) * HEADS + head, mask=live)
     stats = STATS + ((row * HEADS + head) * queries + token) * 2
-    tl.store(stats, lse * LOG2E, mask=live)
+    tl.store(stats, -(lse * LOG2E), mask=live)
     tl.store(stats + 1, delta, mask=live)
 
 
 @triton.jit
-def _absorb_dq(dq, q, grad, k, v, lse, delta, positions, start, full, scale, N: tl.constexpr, WINDOW: tl.constexpr):
+def _absorb_dq(dq, q, grad, k, v, minus, delta, positions, start, full, scale, N: tl.constexpr, WINDOW: tl.constexpr):
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    p = tl.exp2(tl.fma(scores, scale, -lse[:, None]))
+    p = tl.exp2(tl.fma(scores, scale, minus[:, None]))
     if start >= full:
         keys = start + tl.arange(0, N)
         seen = keys[None, :] <= positions[:, None]
@@ -438,7 +447,7 @@ def _dq_kernel(
     q = _tokens(q_base, TABLE, tile * M, q_length, q_token, 0, D, M, 0, True)
     grad = _tokens(g_base, TABLE, tile * M, q_length, g_token, 0, D, M, 0, True)
     stats = STATS + ((row * HEADS + head) * queries + q_start + query) * 2
-    lse = tl.load(stats, mask=live, other=float("inf"))
+    minus = tl.load(stats, mask=live, other=0.0)
     delta = tl.load(stats + 1, mask=live, other=0.0)
     k_base = K + row * k_row + k_start * k_token + head // GROUP * k_head
     v_base = V + row * v_row + k_start * v_token + head // GROUP * v_head
@@ -446,7 +455,7 @@ def _dq_kernel(
     for start in tl.range(first, stop, N, num_stages=STAGES):
         k = _tokens(k_base, TABLE, start, stop, k_token, 0, D, N, 0, True)
         v = _tokens(v_base, TABLE, start, stop, v_token, 0, D, N, 0, True)
-        dq = _absorb_dq(dq, q, grad, k, v, lse, delta, positions, start, full, scale, N, WINDOW)
+        dq = _absorb_dq(dq, q, grad, k, v, minus, delta, positions, start, full, scale, N, WINDOW)
     cell = (row * queries + q_start + query) * HEADS + head
     pointers = DQ + cell[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(pointers, (dq * factor).to(DQ.dtype.element_ty), mask=live[:, None])
@@ -458,7 +467,7 @@ def _dkv_kernel(
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, g_row, g_token, g_head,
     scale, factor, segments, queries, keys,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, STAGES: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     # A block of M keys: the heads of its group upward, in each the blocks of N queries upward from the first that
     # sees a key. Query blocks start at multiples of N from position 0 of the sample.
@@ -488,6 +497,13 @@ def _dkv_kernel(
     columns = tl.arange(0, D)[None, :]
     q_base = Q + row * q_row + (q_start - before) * q_token
     g_base = GRAD + row * g_row + (q_start - before) * g_token
+    if BULK:
+        q_block = tl.make_tensor_descriptor(
+            q_base + before * q_token, [HEADS, q_length, D], [q_head, q_token, 1], [1, N, D]
+        )
+        g_block = tl.make_tensor_descriptor(
+            g_base + before * g_token, [HEADS, q_length, D], [g_head, g_token, 1], [1, N, D]
+        )
     q_offsets = offsets[:, None] * q_token + columns
     g_offsets = offsets[:, None] * g_token + columns
     stats = STATS + (row * HEADS * queries + q_start - before) * 2
@@ -503,19 +519,24 @@ def _dkv_kernel(
             first = tl.cast(start, tl.int64)
             position = start + offsets
             live = (position - before).to(tl.uint32) < q_length.to(tl.uint32)  # both ends in one comparison
-            q = tl.load(q_head_base + first * q_token + q_offsets, mask=live[:, None], other=0.0)
+            if BULK:
+                q = q_block.load([head.to(tl.int32), start - before, 0]).reshape(N, D)
+            else:
+                q = tl.load(q_head_base + first * q_token + q_offsets, mask=live[:, None], other=0.0)
             # 128 numbers, so that the compiler spreads the load over the threads
             pair = tl.load(head_stats + start * 2 + both, mask=live[:, None], other=0.0)
-            lse, delta = tl.split(pair)
-            lse = tl.where(live, lse, float("inf"))
+            minus, delta = tl.split(pair)
             scores = tl.dot(k, tl.trans(q), input_precision="ieee")
-            p = tl.exp2(tl.fma(scores, scale, -lse[None, :]))
+            p = tl.exp2(tl.fma(scores, scale, minus[None, :]))  # queries that do not exist: 1, times 0
             if WINDOW > 0:
                 apart = position[None, :] - key[:, None]
                 p = tl.where((apart >= 0) & (apart < WINDOW), p, 0.0)
             elif start < tile * M + M:
                 p = tl.where(position[None, :] >= key[:, None], p, 0.0)
-            grad = tl.load(g_head_base + first * g_token + g_offsets, mask=live[:, None], other=0.0)
+            if BULK:
+                grad = g_block.load([head.to(tl.int32), start - before, 0]).reshape(N, D)
+            else:
+                grad = tl.load(g_head_base + first * g_token + g_offsets, mask=live[:, None], other=0.0)
             dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
             dp = tl.dot(v, tl.trans(grad), input_precision="ieee")
             ds = p * (dp - delta[None, :])
@@ -640,6 +661,7 @@ def _forward(
     schedule: Schedule = SCHEDULE,
     split: bool | None = None,
     tile: Tile | None = None,
+    bulk: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     # `split` and `tile` are for tests and benchmarks: no choice of theirs may show in the bits
     query = _aligned(query)
@@ -656,6 +678,7 @@ def _forward(
         split = splits > 1 and kv_heads * len(segments) * triton.cdiv(max_query, span) < SPREAD
     tile = tile or _forward_tile(query.dtype, width, group, max_query, split)
     tiles = triton.cdiv(max_query, tile.rows // group)
+    bulk = _bulk(query) if bulk is None else bulk
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty((rows, queries, heads), dtype=torch.float32, device=query.device)
     part = part_m = part_l = lse
@@ -667,11 +690,14 @@ def _forward(
     options = {"D": width, "WINDOW": window or 0, "SINKS": sinks is not None, **borders}
     sink = lse if sinks is None else sinks
     with _on(query):
-        _forward_kernel[(kv_heads * len(segments) * tiles * (splits if split else 1),)](
+        grid = (kv_heads * len(segments) * tiles * (splits if split else 1),)
+        _launch(
+            _forward_kernel[grid],
             query, key, value, segments, segments if cache.pages is None else cache.pages, sink, out, lse,
             part, part_m, part_l, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             scale * math.log2(math.e), len(segments), tiles, splits, queries, rows * queries, pages,
             KV=kv_heads, GROUP=group, M=tile.rows, N=KEYS, PAGE=cache.page, SPLIT=split, STAGES=tile.stages,
+            BULK=bulk and not split and cache.pages is None,
             num_warps=tile.warps, **options,
         )  # fmt: skip
         if split:
@@ -732,6 +758,7 @@ def _backward(
     *,
     dq_tile: Tile | None = None,
     dkv_tile: Tile | None = None,
+    bulk: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value, out, grad = (_aligned(x) for x in (query, key, value, out, grad_out))
     lse = lse.contiguous()
@@ -739,6 +766,7 @@ def _backward(
     keys, kv_heads = key.shape[1:3]
     dq_tile = dq_tile or _dq_tile(query.dtype, width)
     dkv_tile = dkv_tile or _dkv_tile(query.dtype, width)
+    bulk = _bulk(query) if bulk is None else bulk
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value))
     stats = lse.new_empty((rows, heads, queries, 2))
     strides = [step for x in (query, key, value, grad) for step in x.stride()[:3]]
@@ -748,9 +776,11 @@ def _backward(
         _delta_kernel[(rows * triton.cdiv(queries, 64) * heads,)](
             out, grad, lse, stats, *out.stride()[:3], *grad.stride()[:3], queries, HEADS=heads, D=width, ROWS=64
         )
-        _dkv_kernel[(kv_heads * len(segments) * triton.cdiv(max_key, dkv_tile.rows),)](
+        grid = (kv_heads * len(segments) * triton.cdiv(max_key, dkv_tile.rows),)
+        _launch(
+            _dkv_kernel[grid],
             query, key, value, grad, stats, dk, dv, segments, *strides, *factors, len(segments), queries, keys,
-            M=dkv_tile.rows, STAGES=dkv_tile.stages, num_warps=dkv_tile.warps, **options,
+            M=dkv_tile.rows, STAGES=dkv_tile.stages, BULK=bulk, num_warps=dkv_tile.warps, **options,
         )  # fmt: skip
         tiles = triton.cdiv(max_query, dq_tile.rows)
         _dq_kernel[(heads * len(segments) * tiles,)](
@@ -805,6 +835,23 @@ def attention(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Host helpers
+
+
+def _bulk(x: Tensor) -> bool:
+    # fp32 products take their operands from registers, and the interpreter gains nothing
+    return x.is_cuda and x.dtype != torch.float32 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _launch(launch: Callable[..., Any], query: Tensor, *args: Any, **kwargs: Any) -> None:
+    # Descriptors made on the device need scratch memory. The allocator is set for this launch and no other.
+    def scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty(size, dtype=torch.int8, device=query.device)
+
+    def scoped() -> None:
+        triton.set_allocator(scratch)
+        launch(query, *args, **kwargs)
+
+    copy_context().run(scoped)
 
 
 def _clear_pads(x: Tensor, lse: Tensor | None, segments: Tensor, column: int, limit: int) -> None:

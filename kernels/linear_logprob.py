@@ -268,6 +268,8 @@ def _dlogits_launch(
 
 def _resumed_launch(a: Tensor, b: Tensor, out: Tensor, across: bool, resume: bool = False) -> Launch:
     tile, (rows, columns) = MULTIPLY_ADD if a.dtype == torch.float32 else RESUMED, out.shape
+    if a.dtype == torch.float32 and across:
+        tile = tile._replace(depth=16)  # a step may end wherever a call may end
     block = (tile.depth, tile.rows) if across else (tile.rows, tile.depth)
     sources = (_described(a, *block), _described(b, tile.depth, tile.columns))
     args = (*sources, out, rows, columns, b.shape[0], *tile[:3], across, resume)
@@ -341,6 +343,37 @@ def linear_logprob(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int
         if outside.any():
             raise ValueError(f"target {int(targets[outside][0])} is not in the vocabulary of {weight.shape[0]}")
     return _LinearLogprob.apply(x, weight, targets, ignore_index)
+
+
+def fold(
+    accumulator: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dy: Tensor, blocks: Tensor
+) -> None:
+    """accumulator fp32 [V, H] += dweight of the rows that `blocks` int32 [B, 16] names, in its order; -1 is no row.
+
+    x [R, H], weight [V, H], targets int64 [R], dy fp32 [R]: the gradient of the log-prob of each row. One fp32 chain an
+    element of the accumulator, resumed from memory: any cut of the blocks into calls gives the same bits. Logits and
+    log-sum-exp are made again. Raises ValueError as `linear_logprob`, and for an accumulator or blocks that do not fit.
+    """
+    _check_tensors(x, weight, targets)
+    if accumulator.shape != weight.shape or accumulator.dtype != torch.float32 or not accumulator.is_contiguous():
+        raise ValueError(f"the accumulator must be fp32 {list(weight.shape)}, dense; it is {list(accumulator.shape)}")
+    if x.dim() != 2 or not targets.shape == dy.shape == x.shape[:1] or blocks.dim() != 2 or blocks.shape[1] != 16:
+        shapes = f"x {list(x.shape)}, targets {list(targets.shape)}, dy {list(dy.shape)}, blocks {list(blocks.shape)}"
+        raise ValueError(f"{shapes}: fold takes [R, H], [R], [R] and [B, 16]")
+    rows = blocks.flatten().to(x.device, torch.int64, non_blocking=True)
+    kept, place = rows >= 0, rows.clamp(min=0)
+    ignored = torch.iinfo(torch.int64).min
+    gathered = torch.where(kept[:, None], x.index_select(0, place), 0)
+    chosen = torch.where(kept, targets.index_select(0, place), ignored)
+    upstream = torch.where(kept, dy.index_select(0, place).float(), 0)
+    _, lse = _forward(gathered, weight, chosen, ignored)
+    chunk = min(_chunk(len(rows)), triton.cdiv(weight.shape[0], 16) * 16)
+    buffer = torch.empty((len(rows), chunk), dtype=x.dtype, device=x.device)
+    for first in range(0, weight.shape[0], chunk):
+        last = min(first + chunk, weight.shape[0])
+        dlogits = buffer[:, : last - first]
+        _dlogits_launch(gathered, weight, chosen, lse, upstream, dlogits, first, ignored)(x.device)
+        _resumed_launch(dlogits, gathered, accumulator[first:last], across=True, resume=True)(x.device)
 
 
 def _suits(tensor: Tensor) -> bool:

@@ -134,7 +134,7 @@ def _chain(sums, accumulator, blocks, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < WIDTH
     acc = tl.load(accumulator + column, mask=inside, other=0.0)
-    # 128 loads are in flight at a time; the additions keep their order.
+    # Unrolled, so that many loads are in flight; the additions keep their order.
     many = blocks // 128 * 128
     for first in range(0, many, 128):
         places = sums + tl.cast(first, tl.int64) * WIDTH + column

@@ -99,10 +99,7 @@ def _softmax(
     tl.store(totals + row, whole)
     for start in range(0, width, LANES * 8):
         below = _read(x, start + column, width, 0.0) - top
-        if LOG:
-            value = below - tl.log(whole)
-        else:
-            value = tl.div_rn(tl.exp2(below * LOG2E), tl.zeros_like(below) + whole)
+        value = below - tl.log(whole) if LOG else tl.div_rn(tl.exp2(below * LOG2E), tl.zeros_like(below) + whole)
         to = y + row * width + start + column
         tl.store(to, value.to(y.dtype.element_ty), mask=start + column < width)
 
@@ -130,10 +127,7 @@ def _softmax_gradient(
         below = _read(x, start + column, width, 0.0) - top
         p = tl.div_rn(tl.exp2(below * LOG2E), tl.zeros_like(below) + whole)
         g = _read(dy, start + column, width, 0.0)
-        if LOG:
-            value = g - p * along
-        else:
-            value = p * (g - along)
+        value = g - p * along if LOG else p * (g - along)
         to = dx + row * width + start + column
         tl.store(to, value.to(dx.dtype.element_ty), mask=start + column < width)
 

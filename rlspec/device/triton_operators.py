@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlspec.device import checking
-from rlspec.device.gradients import WeightGradient
+from rlspec.device.gradients import LogprobGradient, WeightGradient
 from rlspec.device.operators import Segments
 from rlspec.kernels import attention as _attention
 from rlspec.kernels import det_gemm as _det_gemm
@@ -50,6 +50,15 @@ def norm_gradient(
 ) -> WeightGradient:
     """Of a norm's weight [H], from x and dy, [R, H] or [R, heads, H]. The inner rounding is passed as if not there."""
     return WeightGradient(_zeros(weight), partial(_fold_norm, eps=eps), lengths)
+
+
+def fused_head_gradient(weight: Tensor, *, lengths: Sequence[int] | None = None) -> WeightGradient:
+    """Of the weight [V, H] of `linear_logprob`, from x [R, H], dy [R] and targets int64 [R]."""
+
+    def fold(accumulator: Tensor, x: Tensor, pairs: Tensor, blocks: Tensor) -> None:
+        _linear_logprob.fold(accumulator, x, weight, pairs[:, 1].long(), pairs[:, 0].float(), blocks)
+
+    return LogprobGradient(_zeros(weight), fold, lengths)
 
 
 def attention_forward(
@@ -154,7 +163,7 @@ def batch_invariant_logprob(logits: Tensor, targets: Tensor) -> Tensor:
     return _logprob.batch_invariant_logprob(logits, targets, ignore_index=_NO_TARGET, validate=not logits.is_cuda)
 
 
-@_operator()
+@_operator(weight_gradient=fused_head_gradient)
 def linear_logprob(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """[..., H], [V, H], [...] int64 -> [...] fp32, without logits in memory. A target outside gives NaN on CUDA."""
     return _linear_logprob.linear_logprob(x, weight, targets, ignore_index=_NO_TARGET)

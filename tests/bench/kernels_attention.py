@@ -149,13 +149,13 @@ def _tiles(device: torch.device) -> Iterator[tuple[str, bool, str]]:
         tiles = [(16, 4, 2), (16, 2, 3), (32, 4, 2), (64, 4, 2), (64, 8, 2)] + [(128, 8, 2), (64, 4, 3)] * (width < 256)
         for tile in tiles:
             for split in (False, True):
-                found = kernel._forward(
-                    q, cache, table, width**-0.5, 1300, 1300, None, None, split=split, tile=kernel.Tile(*tile)
-                )
-                want = want or found
-                if not _same(found, want):
-                    bad.append((*tile, split))
-        yield f"attention {width}: tiles", not bad, f"{len(tiles)} tiles twice, differ: {bad}"
+                for bulk in {not split, False}:
+                    chosen = {"split": split, "bulk": bulk, "tile": kernel.Tile(*tile)}
+                    found = kernel._forward(q, cache, table, width**-0.5, 1300, 1300, None, None, **chosen)
+                    want = want or found
+                    if not _same(found, want):
+                        bad.append((*tile, split, bulk))
+        yield f"attention {width}: tiles", not bad, f"{len(tiles)} tiles three times, differ: {bad}"
 
 
 def _backward(device: torch.device, width: int, window: int | None) -> Iterator[tuple[str, bool, str]]:
@@ -192,10 +192,13 @@ def _backward(device: torch.device, width: int, window: int | None) -> Iterator[
     tiles = [(64, 4, 1), (64, 8, 1)] + [(64, 4, 2), (64, 4, 3), (128, 8, 2), (128, 8, 3)] * (width < 256)
     for one in tiles:
         chosen = {"dq_tile": kernel.Tile(*one), "dkv_tile": kernel.Tile(64, *one[1:])}
-        found = kernel._backward(q, k, v, out, lse, grad, table, scale, length, length, window, **chosen)
-        if not _same(found, want):
-            bad.append(one)
-    yield f"{tag}: tiles", not bad, f"{len(tiles)} tiles, differ: {bad}"
+        for bulk in (False, True):
+            found = kernel._backward(
+                q, k, v, out, lse, grad, table, scale, length, length, window, bulk=bulk, **chosen
+            )
+            if not _same(found, want):
+                bad.append((*one, bulk))
+    yield f"{tag}: tiles", not bad, f"{len(tiles)} tiles twice, differ: {bad}"
 
 
 def _differentiable(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:

@@ -147,7 +147,50 @@ def warm(launch: fused.Launch) -> Any:
     return launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
 
 
+@interpreted
+def test_the_weight_gradient_is_resumed_over_any_cut() -> None:
+    x, weight, targets, gradient = draw(48, 24), draw(131, 24, seed=1), pick(48, 131), draw(48, seed=2)
+    table = torch.arange(48, dtype=torch.int32).reshape(3, 16)
+    table[2, 11:] = -1
+    x[43:] = float("nan")  # rows that no block names
+    kept = slice(0, 43)
+    wanted = exact(x[kept], weight, targets[kept], gradient[kept])[2]
+    sums = []
+    for cuts in ((3,), (1, 2), (2, 1), (1, 1, 1)):
+        total, start = torch.zeros(131, 24), 0
+        for count in cuts:
+            fused.fold(total, x, weight, targets, gradient, table[start : start + count])
+            start += count
+        sums.append(total)
+    assert error(sums[0], wanted) < 2e-6
+    assert all(same(total, sums[0]) for total in sums[1:])
+
+
+@interpreted
+def test_the_weight_gradient_refuses_what_does_not_fit() -> None:
+    x, weight, targets, gradient = draw(16, 24), draw(131, 24, seed=1), pick(16, 131), draw(16, seed=2)
+    table, total = torch.arange(16, dtype=torch.int32).reshape(1, 16), torch.zeros(131, 24)
+    with pytest.raises(ValueError, match="the accumulator must be fp32"):
+        fused.fold(total.double(), x, weight, targets, gradient, table)
+    with pytest.raises(ValueError, match="fold takes"):
+        fused.fold(total, x, weight, targets, gradient[:15], table)
+    with pytest.raises(ValueError, match="fold takes"):
+        fused.fold(total, x, weight, targets, gradient, table.reshape(2, 8))
+
+
 # ---- GPU ----
+
+
+@gpu
+def test_the_weight_gradient_is_resumed_on_the_matrix_unit_too() -> None:
+    x, weight = draw(64, 512, dtype=BF16, device="cuda"), draw(20000, 512, seed=1, dtype=BF16, device="cuda") / 16
+    targets, gradient = pick(64, 20000, "cuda"), draw(64, seed=2, device="cuda")
+    table = torch.arange(64, dtype=torch.int32).reshape(4, 16)
+    whole, parts = (torch.zeros(20000, 512, device="cuda") for _ in range(2))
+    fused.fold(whole, x, weight, targets, gradient, table)
+    for block in table:
+        fused.fold(parts, x, weight, targets, gradient, block[None])
+    assert same(whole, parts) and error(whole, exact(x, weight, targets, gradient)[2]) < 4e-3
 
 
 @gpu

@@ -97,6 +97,17 @@ def test_fold_has_the_same_bits_for_any_cut_and_layout(heads: int, width: int) -
     assert same(moved, whole)
 
 
+@pytest.mark.parametrize("blocks", [1, 128, 300])
+@interpreted
+def test_blocks_are_added_one_by_one(blocks: int) -> None:
+    sums, total = draw(blocks, 40), draw(40, seed=1)
+    wanted = total.clone()
+    for block in sums:
+        wanted += block
+    norm._chain_launch(sums, total)(sums.device)
+    assert same(total, wanted)
+
+
 @interpreted
 def test_rows_that_the_table_does_not_name_cannot_leak() -> None:
     x, dy, total = draw(20, 2, 32), draw(20, 2, 32, seed=1), torch.zeros(32)
