@@ -318,7 +318,7 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha:
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
-    if input.dim() > 2 and other.dim() > 2 or other.dim() > 2:
+    if other.dim() > 2:
         return _bmm(input, other)
     if other.dim() == 1:
         return _product(input, other[None]).squeeze(-1)
