@@ -315,11 +315,12 @@ def _fold_kernel(
     total_m = tl.full((1,), -float("inf"), tl.float32)
     total_mass = tl.zeros((1,), tl.float32)
     total = tl.zeros((1, D), tl.float32)
-    for start in range(first, tl.minimum(last + 1, splits), DEPTH):
+    end = tl.minimum(last + 1, splits)
+    for start in range(first, end, DEPTH):
         for ahead in tl.static_range(DEPTH):
             split = start + ahead
             there = cells + tl.cast(split, tl.int64) * slots * HEADS
-            some = (split + tl.zeros((1,), tl.int32)) <= last
+            some = (split + tl.zeros((1,), tl.int32)) < end
             m = tl.load(PART_M + there, mask=some, other=-float("inf"))
             mass = tl.load(PART_L + there, mask=some, other=0.0)
             acc = tl.load(PART + there[:, None] * D + columns, mask=some[:, None], other=0.0)

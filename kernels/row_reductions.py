@@ -9,14 +9,15 @@
 with top = max_j x[j] and total = Σ_j exp(x[j] - top).
 
 Promise. One program a row, so a row's bits depend on the row and on its width alone. Each lane owns 8 neighbouring
-columns of a tile and adds tile after tile, from left to right; the 8 columns and the lanes meet along trees that are
-written out below, because the order of `tl.sum` would follow the compiler's layout, and that the alignment of pointers
-and strides. The number of lanes is a function of the width. The maximum is exact in any order. fp32 with contraction
-to fma switched off, IEEE quotients, one rounding at the end. Gradients use the probabilities before their rounding,
-made again from x, top and total.
+columns of a tile and adds tile after tile, from left to right; then the 8 columns and the lanes meet along trees. These
+are written out, for the order of `tl.sum` would follow the compiler's layout, and that the alignment of pointers and
+strides. The number of lanes is a function of the width. Sums and means of rows wider than 32768 are cut at multiples of
+it, and the sums of the spans reduced as a row of their own. The maximum is exact in any order. fp32 with contraction to
+fma switched off, IEEE quotients, one rounding at the end. Gradients use the probabilities before their rounding, made
+again from x, top and total.
 
-Limits. bf16, fp16, fp32; fewer than 2³¹ columns and rows; not twice differentiable. A row with +inf, and one of only
--inf, has no softmax: NaN, as in torch.
+Limits. bf16, fp16, fp32; up to 2³⁰ columns and fewer than 2³¹ rows; not twice differentiable. A row with +inf, and one
+of only -inf, has no softmax: NaN, as in torch.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SPAN = 32768
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -65,17 +67,23 @@ def _read(x, column, width, other):
     return tl.load(x + column, mask=column < width, other=other).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["x_row", "width"])
-def _sum(x, y, x_row, width, LANES: tl.constexpr, DEPTH: tl.constexpr, MEAN: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["x_row", "width", "spans", "count"])
+def _sum(
+    x, y, x_row, width, spans, count, SPAN: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, MEAN: tl.constexpr
+):  # fmt: skip
+    """The sum of one span of a row, divided by `count` if MEAN."""
+    place = tl.program_id(0).to(tl.int64)
     column = _columns(LANES)
+    first = (place % spans).to(tl.int32) * SPAN
+    last = tl.minimum(first + SPAN, width)
+    x += (place // spans) * x_row
     total = tl.zeros([LANES], tl.float32)
-    for start in range(0, width, LANES * 8):
-        total += _by_lane(_read(x + row * x_row, start + column, width, 0.0), LANES)
+    for start in range(first, last, LANES * 8):
+        total += _by_lane(_read(x, start + column, last, 0.0), LANES)
     found = _of_lanes(total, LANES, DEPTH)
     if MEAN:
-        found = tl.div_rn(found, width.to(tl.float32))
-    tl.store(y + row, found.to(y.dtype.element_ty))
+        found = tl.div_rn(found, count.to(tl.float32))
+    tl.store(y + place, found.to(y.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["x_row", "width"])
@@ -164,9 +172,11 @@ def _launch(kernel: Any, rows: int, width: int, args: tuple[Any, ...], flag: boo
     return Launch(kernel, (rows,), (*args, lanes, depth, flag), options)
 
 
-def _sum_launch(x: Tensor, y: Tensor, mean: bool) -> Launch:
+def _sum_launch(x: Tensor, y: Tensor, mean: bool, count: int) -> Launch:
+    """y [rows · spans] = sums of the spans of x [rows, width]."""
     rows, width = x.shape
-    return _launch(_sum, rows, width, (x, y, x.stride(0), width), mean)
+    spans = triton.cdiv(width, SPAN)
+    return _launch(_sum, rows * spans, min(width, SPAN), (x, y, x.stride(0), width, spans, count, SPAN), mean)
 
 
 def _softmax_launch(x: Tensor, y: Tensor, tops: Tensor, totals: Tensor, log: bool) -> Launch:
@@ -182,7 +192,13 @@ def _gradient_launch(x: Tensor, dy: Tensor, dx: Tensor, tops: Tensor, totals: Te
 
 def _reduced(x: Tensor, mean: bool) -> Tensor:
     y = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
-    _sum_launch(_rows(x), y, mean)(x.device)
+    part = _rows(x)
+    while part.shape[1] > SPAN:
+        rows, spans = part.shape[0], triton.cdiv(part.shape[1], SPAN)
+        sums = torch.empty((rows, spans), dtype=torch.float32, device=x.device)
+        _sum_launch(part, sums, False, 1)(x.device)
+        part = sums
+    _sum_launch(part, y, mean, x.shape[-1])(x.device)
     return y
 
 
@@ -241,7 +257,7 @@ class _Spread(torch.autograd.Function):
 def row_sum(x: Tensor) -> Tensor:
     """x [..., W] -> [...], in the dtype of x. Differentiable, as all here.
 
-    Raises ValueError for dtypes other than bf16, fp16 and fp32, scalars, empty tensors, rows of 2³¹ columns, and CPU
+    Raises ValueError for dtypes other than bf16, fp16 and fp32, scalars, empty tensors, more than 2³⁰ columns, and CPU
     tensors outside the interpreter.
     """
     _check(x, "row_sum")
@@ -277,8 +293,8 @@ def spread(x: Tensor, width: int) -> Tensor:
 def _check(x: Tensor, name: str) -> None:
     if x.dtype not in DTYPES:
         raise ValueError(f"{name} takes bf16, fp16 or fp32, not {x.dtype}")
-    if x.dim() == 0 or x.numel() == 0 or x.shape[-1] >= 2**31 or x.numel() // x.shape[-1] >= 2**31:
-        raise ValueError(f"{name} takes [..., width], not empty, below 2³¹ rows and columns, not {list(x.shape)}")
+    if x.dim() == 0 or x.numel() == 0 or x.shape[-1] > 2**30 or x.numel() // x.shape[-1] >= 2**31:
+        raise ValueError(f"{name} takes [..., width], not empty, up to 2³⁰ columns, not {list(x.shape)}")
     if x.is_cuda:
         return
     if x.device.type != "cpu" or isinstance(_sum, triton.JITFunction):

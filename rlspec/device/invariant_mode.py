@@ -51,7 +51,8 @@ _REFUSED = re.compile(
     r"|_efficient_attention\w*|_cudnn_attention\w*|\w*multi_head_attention\w*|_transformer_encoder_layer_fwd"
     r"|_?softmax\w*|_?log_softmax\w*|_\w*softmax_backward_data|logsumexp|_logcumsumexp|_fused_rms_norm\w*"
     r"|\w*(layer|group|batch)_norm\w*|nll_loss\w*|\w*loss|native_dropout|mean|nanmean|nansum|norm|var\w*|std\w*|prod"
-    r"|cumsum|cumprod|_cdist_\w+|\w*(lstm|gru|rnn)\w*|\w*avg_pool\w*|_embedding_bag\w*)_?$"
+    r"|cumsum|cumprod|renorm|_[cp]dist\w*|_fft_\w+|_trilinear|\w*(lstm|gru|rnn)\w*|\w*avg_pool\w*|_embedding_bag\w*"
+    r"|\w*cross_entropy\w*)_?$"
 )
 
 
@@ -84,8 +85,8 @@ class _Operators(TorchDispatchMode):
             raise NotInvariant(f"aten.{name}: torch would reduce in an order that follows the batch. {remedy}")
         if name == "sum" and _along_rows(*args[:2]):
             raise NotInvariant(
-                "aten.sum: a gradient would be summed along rows by torch. Spread the narrow tensor with * or +, or "
-                "expand it before invariant_mode()"
+                "aten.sum: torch would sum along rows, as the gradient of a narrow tensor or inside a function. Use "
+                f"torch.sum, and spread narrow tensors with * or +. {OUTSIDE}"
             )
         return func(*args, **(kwargs or {}))
 

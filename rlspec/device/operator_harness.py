@@ -31,7 +31,7 @@ from rlspec.workloads import Tier, Workload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ONLY_CANONICAL = "RLSPEC_CANONICAL_DIGESTS"
-_FP64_ELEMENTS = 1 << 28  # the largest input of a reference in fp64; larger ones are taken in fp32
+_FP64_ELEMENTS = 1 << 31  # the largest input of a reference in fp64; larger ones are taken in fp32
 _TAIL = 6
 
 

@@ -96,10 +96,9 @@ def batch_invariant_logprob(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def linear_logprob(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """[..., H], [V, H], [...] int64 -> [...] fp32: a product in fp32, then the log-softmax; the logits are kept."""
+    """[..., H], [V, H], [...] int64 -> [...] fp32: logits in the dtype of x, kept, then the log-softmax."""
     checking.linear_logprob(x, weight, targets, sync=False)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return logprob(lm_head(x, weight, out_dtype=wide), targets)
+    return logprob(F.linear(x, weight), targets)
 
 
 def router(

@@ -78,6 +78,14 @@ def test_a_sum_goes_along_the_written_tree():
 
 
 @interpreted
+def test_a_wide_row_is_cut_at_fixed_columns():
+    x = inputs(3, 2 * module.SPAN + 5)
+    parts = torch.stack([row_sum(part) for part in x.split(module.SPAN, 1)], 1)
+    assert torch.equal(row_sum(x), row_sum(parts))
+    assert torch.equal(row_mean(x), row_sum(parts) / x.shape[1])
+
+
+@interpreted
 def test_gradients_that_are_one_number_spread_out():
     for operator in (row_sum, softmax, log_softmax):
         x = inputs(3, 40).requires_grad_()
@@ -133,7 +141,7 @@ def test_a_cpu_is_refused():
 def test_it_compiles_for_hopper_without_spills(width):
     x, y = (torch.empty(4, width, dtype=torch.bfloat16) for _ in range(2))
     stats = torch.empty(2, 4)
-    launches = [module._sum_launch(x, y[:, 0].clone(), mean) for mean in (False, True)]
+    launches = [module._sum_launch(x, y[:, 0].clone(), mean, width) for mean in (False, True)]
     launches += [module._softmax_launch(x, y, *stats, log) for log in (False, True)]
     launches += [module._gradient_launch(x, x, y, *stats, log) for log in (False, True)]
     with hopper():
