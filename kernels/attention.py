@@ -76,7 +76,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-SCHEDULE = Schedule(512, 4096, 2048)
+SCHEDULE = Schedule(512, 4096, 1024)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -556,7 +556,7 @@ def _forward_tile(dtype: torch.dtype, width: int, group: int, queries: int, spli
         return Tile(64, 4, 1)
     rows = max(16, min(64, triton.next_power_of_2(max(group, queries * group))))
     if split:
-        return Tile(rows, 4, 2 if width == 256 else 4)
+        return Tile(rows, 4, 2 if width == 256 else 3)
     if width == 256:
         return Tile(rows, 8 if rows == 64 else 4, 2)
     return Tile(rows, 4, 3)

@@ -490,7 +490,8 @@ def judge(
 @click.argument("run")
 @_outputs
 @_verbose
-def report_(run: str, outputs: tuple[Path, ...], verbose: bool) -> None:
+@click.option("--portable", is_flag=True, help="Leave out the paths, host and environment of this machine.")
+def report_(run: str, outputs: tuple[Path, ...], verbose: bool, portable: bool) -> None:
     """Print the report of a RUN again, or write it in another format.
 
     RUN is the folder of a run, its name, or a report.json. Judges nothing.
@@ -499,12 +500,14 @@ def report_(run: str, outputs: tuple[Path, ...], verbose: bool) -> None:
 
     report.known(outputs)
     path = Path(run)
-    if not (path.is_file() and path.suffix == ".json"):
+    if not (path.is_file() and path.name.endswith((".json", ".json.gz"))):
         folder = runs.find(runs.root(Path.cwd()), run)
         if not folder.report.exists():
             raise errors.SpecError(f"{folder.name} has no report, since it did not end; `rlspec judge {run}` makes one")
         path = folder.report
     made = runs.given(path, "report")
+    if portable:
+        made = report.portable(made)
     _print(made, verbose)
     report.save(made, outputs, again=False)
 

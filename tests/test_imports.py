@@ -33,7 +33,7 @@ ROWS = (
     {"reports"},
     {"arms"},
     {"reuse"},
-    {"pipeline", "report.text"},
+    {"pipeline", "report.text", "report.portable"},
     {"report.rows"},
     {"report.drift_figures", "report.timing_figures", "report.parity_figures", "report.cell_figures"},
     {"report.evidence", "report.outcome"},

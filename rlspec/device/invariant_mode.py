@@ -15,7 +15,8 @@ What is as in torch, and what is not:
 - eps of F.rms_norm is that of fp32 if none is given.
 
 Gradients of activations do not depend on the batch; those of parameters are sums over it, by torch where they are not
-weights of products. Leave the mode after the backward pass, so that it is watched too; checkpointing needs that.
+weights of products. Leave the mode after the backward pass, so that it is watched too; checkpoints need that, and
+`loss.backward()` rather than torch.autograd.grad.
 Modes are of a thread, and nest. Under torch.compile, autocast, and on subclasses of tensors the mode refuses.
 """
 
@@ -31,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._dynamo import eval_frame
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -99,12 +101,14 @@ class _Functions(TorchFunctionMode):
         self.layouts: Any = WeakTensorKeyDictionary()  # mask -> its version and _Layout
         self.expanded: Any = WeakTensorKeyDictionary()  # [B, H, n, S, D] -> [B, H, 1, S, D] before
         self.repeated: Any = WeakTensorKeyDictionary()  # [B, H·n, S, D] -> its version and [B, H, S, D] before
-        self.noting: Mapping[Any, Callable[..., Tensor]] = {
+        self.noting: Mapping[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
             Tensor.expand: self._expand,
             Tensor.reshape: self._reshape,
+            torch.reshape: self._reshape,
             Tensor.repeat_interleave: self._repeat,
             torch.repeat_interleave: self._repeat,
+            Tensor.backward: self._backward,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,6 +130,26 @@ class _Functions(TorchFunctionMode):
             if replacement is None:
                 raise
             raise NotInvariant(f"{resolve_name(func) or func}: {error}. {OUTSIDE}") from error
+
+    def _backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        if create_graph:
+            raise NotInvariant("create_graph=True: the kernels have no second derivative")
+        if gradient is None and loss.numel() != 1:
+            raise NotInvariant(f"a result {list(loss.shape)} without its gradient. Pass it, or reduce to a number")
+        wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        given = torch.ones_like(loss) if gradient is None else gradient
+        # Every function of torch takes the mode off while it runs; what was checkpointed must be computed again in it.
+        with self:
+            _engine_run_backward(
+                (loss,), (given,), bool(retain_graph), False, wanted, allow_unreachable=True, accumulate_grad=True
+            )
 
     def _expand(self, x: Tensor, *sizes: Any, **named: Any) -> Tensor:
         wide = x.expand(*sizes, **named)
@@ -461,7 +485,9 @@ _SPREADING = frozenset(
     )
     for name in names.split()
 )
-_FORM = frozenset((Tensor.expand, Tensor.reshape, Tensor.repeat_interleave, torch.repeat_interleave))
+_FORM = frozenset(
+    (Tensor.expand, Tensor.reshape, torch.reshape, Tensor.repeat_interleave, torch.repeat_interleave, Tensor.backward)
+)
 _REPLACED: Mapping[Any, Callable[..., Any]] = {
     F.linear: _linear,
     torch.mm: _mm,

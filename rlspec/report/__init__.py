@@ -10,6 +10,9 @@ from typing import Any
 
 from rlspec.errors import RunError, SpecError
 from rlspec.report import jsonfile, junit, markdown, terminal
+from rlspec.report.portable import portable
+
+__all__ = ["known", "portable", "save", "screen", "summary", "write", "writer"]
 
 Report = Mapping[str, Any]
 Writer = Callable[[Report], str]

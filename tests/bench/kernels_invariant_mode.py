@@ -64,7 +64,7 @@ def checks(device: torch.device) -> Iterator[tuple[str, bool, str]]:
     yield "decoding with a cache as the whole", torch.equal(decoded, alone[2][0][-len(decoded) :]), ""
     for place, name in enumerate(("logits", "log-probs", "input gradients")):
         error = max(_relative(one[place], other[place]) for one, other in zip(alone, plain, strict=True))
-        yield f"{name}: near those outside the mode", error <= 5e-2, f"{error:.2e}"
+        yield f"{name}: near those outside the mode", error <= 1e-1, f"{error:.2e}"
     yield from _example()
 
 

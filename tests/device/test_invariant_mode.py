@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from rlspec import logprobs
 from rlspec.device import observe
@@ -295,6 +296,23 @@ def test_a_backward_pass_that_torch_would_reduce_is_refused():
     y = torch.where(X > 0, x[..., :1], 0.0).sum()
     with pytest.raises(NotInvariant, match="sum along rows, as the gradient"), invariant_mode():
         y.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@interpreted
+def test_what_was_checkpointed_is_computed_again_by_kernels(reentrant):
+    def block(x):
+        return F.linear(written_out(x, W[0]), W[:32])
+
+    def slope(call):
+        x = X.detach().requires_grad_()
+        call(x).sum().backward()
+        return x.grad
+
+    with observe.watch() as seen, invariant_mode(), seen.call(launches=True):
+        found = slope(lambda x: checkpoint(block, x, use_reentrant=reentrant))
+        gold = slope(block)
+    assert torch.equal(found, gold) and not COMPUTED & set(seen.torch)
 
 
 @interpreted

@@ -1,0 +1,33 @@
+"""A report as evidence for others: every number of it, and no path, host or environment of the machine it was made on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+OBSERVED = ("commit", "dirty", "run_file_digest", "processes", "ranks", "world_size", "versions", "device", "flags")
+MACHINE = ("arch", "os", "cpu", "driver")
+
+
+def portable(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The report without what tells of one machine alone; what its verdicts are derived from stays as it is."""
+    spec = report["spec"]
+    return {
+        **report,
+        "spec": spec and {**spec, "path": _name(spec["path"]) if spec["path"].startswith("/") else spec["path"]},
+        "run": None,
+        "arms": [_arm(arm) for arm in report["arms"]],
+    }
+
+
+def _arm(arm: Mapping[str, Any]) -> dict[str, Any]:
+    seen = arm["provenance"]
+    kept = seen and {name: seen[name] for name in OBSERVED if name in seen}
+    if kept and seen.get("machine"):
+        kept["machine"] = {name: seen["machine"].get(name) for name in MACHINE}
+    return {**arm, "log": arm["log"] and _name(arm["log"]), "tail": [], "provenance": kept}
+
+
+def _name(path: str) -> str:
+    return PurePath(path).name
