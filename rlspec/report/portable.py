@@ -1,4 +1,4 @@
-"""A report as evidence for others: every number of it, and no path, host or environment of the machine it was made on."""
+"""A report as evidence for others: every number of it, and no path, host or environment of the machine that made it."""
 
 from __future__ import annotations
 
