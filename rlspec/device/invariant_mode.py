@@ -45,6 +45,7 @@ from rlspec.kernels.row_reductions import log_softmax, row_mean, row_sum, softma
 
 OUTSIDE = "Compute it outside invariant_mode()"
 _BATCHED = "Weights must be a matrix; for attention use scaled_dot_product_attention (attn_implementation='sdpa')"
+_COMPILED = "torch.compile: invariant_mode() takes eager code only. Call the model as it was before compilation"
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 # Operators of torch whose sums follow the shape of the batch. Sums and means are looked at one by one.
 _REFUSED = re.compile(
@@ -72,9 +73,6 @@ def invariant_mode() -> Iterator[None]:
         raise NotInvariant(_COMPILED)
     with _Operators(), _Functions():
         yield
-
-
-_COMPILED = "torch.compile: invariant_mode() takes eager code only. Call the model as it was before compilation"
 
 
 class _Operators(TorchDispatchMode):

@@ -11,7 +11,7 @@ from rlspec.device.gradients import Identity
 from rlspec.device.operators import Segment, Segments
 from tests.kernels.interpreted import compiled, interpreted
 
-OWNERS = ("embedding", "rms_norm", "det_gemm", "lm_head")
+OWNERS = ("embedding", "rms_norm", "det_gemm", "lm_head", "linear_logprob")
 LENGTHS = (3, 18)
 ROWS = sum(LENGTHS)
 CPU = torch.device("cpu")

@@ -100,8 +100,8 @@ def test_forward_and_gradients_follow_the_formula(
 @BOTH
 @interpreted
 def test_layouts_agree_to_the_bit(window: int | None, sinks: bool) -> None:
-    length, sink = 260, sink_of(sinks)
-    q, k, v = sample(length)
+    length, sink = 260, sink_of(sinks, 2)
+    q, k, v = sample(length, 2, 1)
     alone = run(q, k, v, [(0, 0, length, 0, length)], window, sink)
     cuts = ((0, 90), (90, length))
     parts = [run(q[:, a:b], k[:, :b], v[:, :b], [(0, 0, b - a, 0, b)], window, sink) for a, b in cuts]
@@ -178,7 +178,7 @@ def test_pages_agree_with_rows(page: int) -> None:
 @interpreted
 def test_gradients_depend_on_the_sample_alone(window: int | None) -> None:
     length = 150
-    q, k, v = sample(length)
+    q, k, v = sample(length, 2, 1)
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9))
     options = {"scale": 0.25, "window": window}
     whole = table((0, 0, length, 0, length))
@@ -296,16 +296,16 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         yield found
 
 
-@pytest.mark.parametrize("width", [16, 64, 128, 256])
+@pytest.mark.parametrize("width", [64, 128, 256])
 @compiled
 def test_kernels_compile_for_hopper(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.bfloat16() for x in sample(1024, 8, 2, width))
     cache, entry = kernel._Cache(k, v, None, 0), table((0, 0, 1024, 0, 1024))
     with compiling(monkeypatch) as found:
-        kernel._backward(q, k, v, q, torch.zeros(q.shape[:3]), q, entry, 0.1, 1024, 1024, None)
+        kernel._backward(q, k, v, q, torch.zeros(q.shape[:3]), q, entry, 0.1, 1024, 1024, None, bulk=True)
         kernel._forward(q[:, :1], cache, entry, 0.1, 1, 1024, None, None, split=True)
         decode = found.pop("_forward_kernel")
-        kernel._forward(q, cache, entry, 0.1, 1024, 1024, None, None, split=False)
+        kernel._forward(q, cache, entry, 0.1, 1024, 1024, None, None, split=False, bulk=True)
     assert set(found) == set(KERNELS)
     assert all(one.metadata.shared <= 232448 for one in (decode, *found.values()))
     assert spills(decode) == 0 and "HMMA" in decode.asm["sass"]
@@ -313,8 +313,8 @@ def test_kernels_compile_for_hopper(width: int, monkeypatch: pytest.MonkeyPatch)
         sass = found[name].asm["sass"]
         # ptxas waits after each product when it cannot keep several in flight: few waits, many products
         assert 2 * sass.count("WARPGROUP.DEPBAR") <= sass.count("HGMMA"), name
-    hot = {16: 3, 64: 3, 128: 1, 256: 0}[width]
-    assert [spills(found[name]) for name in ("_dq_kernel", "_forward_kernel", "_dkv_kernel")[:hot]] == [0] * hot
+    hot = {64: 3, 128: 2, 256: 1}[width]  # dK and dV spill a little outside the loop at 128, within it at 256
+    assert [spills(found[name]) for name in ("_forward_kernel", "_dq_kernel", "_dkv_kernel")[:hot]] == [0] * hot
 
 
 @gpu
