@@ -6,20 +6,16 @@ from numbers alone, so that a report can be judged again without a device.
 
 from __future__ import annotations
 
-import hashlib
-import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlspec import layouts, nodes
-from rlspec.errors import RunError
+from rlspec import fallbacks, layouts, measurements, nodes
 from rlspec.model import Row, Status
 from rlspec.workloads import Tier
 
-SCHEMA_VERSION = 1
 CATEGORIES: Mapping[str, Status] = {
     "green": "PASS",
     "red_verdict": "FAIL",
@@ -34,12 +30,27 @@ CATEGORIES: Mapping[str, Status] = {
     "not_applicable": "N/A",
     "measured": "MEASURED",
 }
-_CELL = {"operator", "tier", "implementation", "backend", "blocked", "no_backward", "error", "provenance", "seen",
-         "passed_by", "layouts"}  # fmt: skip
-_COMPARISON = {"operator", "tier", "judgment", "variant", "tensor", "configuration", "against", "tokens", "shape",
-               "dtype", "against_dtype", "elements", "limits", "digest", "against_digest", "first"}  # fmt: skip
-_ACCURACY = {"nonfinite", "violations", "excess", "max_abs", "rms", "relative_rms", "relative_peak", "cosine", "ulps"}
-_OPTIONAL = {"accumulated_by", "yardstick", "differing"}
+Lines = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One cell of a spec: what is judged, by which row, of what; `device` is the one that the spec requires, if any."""
+
+    operator: str
+    tier: Tier
+    judgment: str
+    row: Row
+    implementation: str
+    device: str | None = None
+
+    @property
+    def accuracy(self) -> bool:
+        return self.judgment.endswith("accuracy")
+
+    @property
+    def gradient(self) -> bool:
+        return self.judgment.startswith("gradient")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,154 +68,86 @@ class Finding:
         return CATEGORIES[self.category]
 
 
-def read(path: Path, arm: str) -> dict[str, Any]:
-    """What an arm measured: `environment`, and `cells` with their `comparisons`. Raises RunError with the line."""
-    environment: dict[str, Any] | None = None
-    cells: list[dict[str, Any]] = []
-    waiting: list[dict[str, Any]] = []
-    count, ended = 0, False
-    for number, line in _lines(path):
-        kind = line.pop("record", None)
-        if (number == 1) != (kind == "run") or ended:
-            raise RunError(f"{path}:{number}: a {kind!r} line is not due here")
-        if kind == "run":
-            if line.get("schema_version") != SCHEMA_VERSION or line.get("arm") != arm:
-                raise RunError(f"{path}:1: the records of arm {line.get('arm')!r}, not of {arm}, or of another version")
-            environment = line["environment"]
-        elif kind == "comparison":
-            _keys(path, number, line, _COMPARISON)
-            waiting.append(line)
-            count += 1
-        elif kind == "cell":
-            _keys(path, number, line, _CELL)
-            mine = [one for one in waiting if (one["operator"], one["tier"]) == (line["operator"], line["tier"])]
-            if len(mine) != len(waiting):
-                raise RunError(f"{path}:{number}: comparisons of another cell stand before this one")
-            cells.append({**line, "comparisons": waiting})
-            waiting = []
-        elif kind == "end":
-            ended = (line.get("cells"), line.get("comparisons")) == (len(cells), count)
-            if not ended:
-                raise RunError(
-                    f"{path}:{number}: {len(cells)} cells and {count} comparisons are here, the end disagrees"
-                )
-        else:
-            raise RunError(f"{path}:{number}: unknown record {kind!r}")
-    if environment is None or not ended:
-        raise RunError(f"{path}: the records break off: there is no end line")
-    return {"environment": environment, "cells": cells}
-
-
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        texts = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from None
-    for number, text in enumerate(texts, 1):
-        try:
-            line = json.loads(text)
-        except ValueError as error:
-            raise RunError(f"{path}:{number}: no JSON: {error}") from None
-        if not isinstance(line, dict):
-            raise RunError(f"{path}:{number}: no JSON object")
-        yield number, line
-
-
-def _keys(path: Path, number: int, line: Mapping[str, Any], wanted: set[str]) -> None:
-    if missing := wanted - set(line):
-        raise RunError(f"{path}:{number}: {', '.join(sorted(missing))} missing")
-    if unknown := set(line) - wanted - _ACCURACY - _OPTIONAL:
-        raise RunError(f"{path}:{number}: unknown {', '.join(sorted(unknown))}")
-
-
-def whole(path: Path, measured: Mapping[str, Any]) -> None:
-    """Raises RunError where the cells of a report lack what `judge` reads."""
-    for name, arm in measured.items():
-        for number, cell in enumerate((arm or {"cells": ()})["cells"]):
-            place = Path(f"{path}: {name}: cell")
-            _keys(place, number, cell, _CELL | {"comparisons"})
-            for line in cell["comparisons"]:
-                _keys(place, number, line, _COMPARISON)
-
-
-def seal(measured: Mapping[str, Any]) -> str:
-    """SHA-256 over all cells of all arms as canonical JSON: a number or digest that is edited breaks it."""
-    text = json.dumps(measured, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def judge(
-    measured: Mapping[str, Any], operator: str, tier: Tier, judgment: str, row: Row, *, cannot_fail: str
-) -> Finding:
-    """One cell from what an arm measured, as `read` gives it."""
-    node = nodes.NODES[operator]
+def judge(measured: Mapping[str, Any], asked: Asked, *, cannot_fail: str) -> Finding:
+    """One cell from what an arm measured, as `measurements.read` gives it."""
+    node = nodes.NODES[asked.operator]
     if node.not_applicable:
         return Finding(category="not_applicable", reason=node.not_applicable)
-    if row.status in ("out_of_scope", "not_applicable"):
-        return Finding(category="not_applicable", reason=row.reason)
-    cell = next((one for one in measured["cells"] if (one["operator"], one["tier"]) == (operator, tier.name)), None)
+    if asked.row.status in ("out_of_scope", "not_applicable"):
+        return Finding(category="not_applicable", reason=asked.row.reason)
+    name = (asked.operator, asked.tier.name)
+    cell = next((one for one in measured["cells"] if (one["operator"], one["tier"]) == name), None)
     if cell is None:
         return Finding(category="missing", reason="the arm measured no such cell")
-    found = _stopped(cell, measured["environment"], judgment)
-    if found is None:
-        lines = [line for line in cell["comparisons"] if line["judgment"] == judgment]
-        broken = _broken(cell, lines, operator, tier, judgment, row, measured["environment"])
-        found = Finding(category="broken", reason=broken) if broken else _compared(lines, judgment, row)
-    passed = cell["passed_by"].get(judgment, [])
-    if passed and found.category == "green" and cannot_fail == "error":
-        found = Finding(category="cannot_fail", reason=f"the row would also pass a candidate that is {passed[0]}")
-    notes = (*found.notes, *_cannot_fail(passed))
-    return Finding(
-        category=found.category,
-        reason=found.reason,
-        statistic=found.statistic,
-        evidence={**found.evidence, **_ran(cell, measured["environment"])},
-        notes=notes,
-    )
+    environment = measured["environment"]
+    finding = _stopped(cell, environment, asked)
+    if finding is None:
+        lines = [line for line in cell["comparisons"] if line["judgment"] == asked.judgment]
+        broken = _broken(cell, lines, asked, environment)
+        finding = Finding(category="broken", reason=broken) if broken else _compared(lines, asked)
+    passed = cell["passed_by"].get(asked.judgment, [])
+    if passed and finding.category == "green" and cannot_fail == "error":
+        finding = Finding(category="cannot_fail", reason=f"the row would also pass a candidate that is {passed[0]}")
+    evidence = {**finding.evidence, **_ran(cell, environment)}
+    return replace(finding, evidence=evidence, notes=tuple(_cannot_fail(passed)))
 
 
-def _stopped(cell: Mapping[str, Any], environment: Mapping[str, Any], judgment: str) -> Finding | None:
+def _device(environment: Mapping[str, Any]) -> str:
+    return "cuda" if environment["device"].startswith("cuda") else "cpu"
+
+
+def _stopped(cell: Mapping[str, Any], environment: Mapping[str, Any], asked: Asked) -> Finding | None:
     """Why there is nothing to compare, if there is not."""
     if cell["blocked"]:
         return Finding(category="blocked_hardware", reason=cell["blocked"])
     if error := cell["error"]:
         return Finding(category="raised", reason=error["message"], evidence={"tail": list(error["tail"])})
-    if cell["provenance"]:
-        return Finding(category="red_provenance", reason=cell["provenance"])
-    for switch in ("tf32", "autocast"):
-        if environment[switch] is not False:
-            return Finding(category="red_provenance", reason=f"{switch} was on")
-    if judgment.startswith("gradient") and cell["no_backward"]:
+    if strange := _strange(cell, environment, asked):
+        return Finding(category="red_provenance", reason=strange)
+    if asked.gradient and cell["no_backward"]:
         return Finding(category="red_no_backward", reason=f"no backward: {cell['no_backward']}")
     return None
 
 
-def _broken(
-    cell: Mapping[str, Any],
-    lines: Sequence[Mapping[str, Any]],
-    operator: str,
-    tier: Tier,
-    judgment: str,
-    row: Row,
-    environment: Mapping[str, Any],
-) -> str | None:
+def _strange(cell: Mapping[str, Any], environment: Mapping[str, Any], asked: Asked) -> str | None:
+    """Why what ran is not what the spec asks for, or None."""
+    if cell["implementation"] != asked.implementation:
+        return f"implementation {cell['implementation']} ran, the arm has {asked.implementation}"
+    if asked.device and _device(environment) != asked.device:
+        return f"it ran on {environment['device']}, the spec requires {asked.device}"
+    if asked.implementation in nodes.OWN_KERNELS and cell["backend"] != asked.implementation:
+        return f"implementation {asked.implementation} declares the backend {cell['backend']}"
+    for switch in ("tf32", "autocast"):
+        if environment[switch] is not False:
+            return f"{switch} was on"
+    return cell["provenance"] or fallbacks.fallback(cell["backend"], cell["seen"])
+
+
+def _broken(cell: Mapping[str, Any], lines: Lines, asked: Asked, environment: Mapping[str, Any]) -> str | None:
     """Why the lines are not the whole truth of the cell, or None."""
-    device = "cuda" if str(environment["device"]).startswith("cuda") else "cpu"
+    tier, device = asked.tier, _device(environment)
     known = {one.name: one.digest for one in layouts.of(tier) if not nodes.left_out(one, device)}
     if cell["layouts"] != known:
         return "the layouts are not those of the workload"
-    wanted = {(e.variant, e.tensor, e.configuration): e for e in nodes.expected(operator, tier, judgment, device)}
-    keys = Counter((line["variant"], line["tensor"], line["configuration"]) for line in lines)
+    wanted = {_key(one): one for one in nodes.expected(asked.operator, tier, asked.judgment, device)}
+    if not wanted:
+        return "the workload asks for no comparison here, so nothing was judged"
+    keys = Counter(map(_key, lines))
     for key in wanted:
         if keys[key] != 1:
             return f"{_place(key)}: {'no comparison' if not keys[key] else f'{keys[key]} comparisons'}"
     if extra := set(keys) - set(wanted):
         return f"{_place(sorted(extra)[0])}: a comparison that nobody asked for"
     for line in lines:
-        key = (line["variant"], line["tensor"], line["configuration"])
-        if problem := _odd(line, wanted[key].tokens, judgment, row):
-            return f"{_place(key)}: {problem}"
-    return _one_canonical(lines, judgment)
+        if problem := _odd(line, wanted[_key(line)].tokens, asked):
+            return f"{_place(_key(line))}: {problem}"
+    return _one_right_side(lines) or _one_run(cell["comparisons"], lines, asked)
+
+
+def _key(one: Any) -> tuple[str, str, str]:
+    if isinstance(one, nodes.Expected):
+        return one.variant, one.tensor, one.configuration
+    return one["variant"], one["tensor"], one["configuration"]
 
 
 def _place(key: tuple[str, str, str]) -> str:
@@ -212,88 +155,99 @@ def _place(key: tuple[str, str, str]) -> str:
     return " ".join(filter(None, (variant, tensor, "in", configuration)))
 
 
-def _odd(line: Mapping[str, Any], tokens: int, judgment: str, row: Row) -> str | None:
-    size = 1
-    for extent in line["shape"]:
-        size *= extent
-    if not size == line["elements"] > 0:
+def _odd(line: Mapping[str, Any], tokens: int, asked: Asked) -> str | None:
+    """What in a line cannot be, or None."""
+    if not math.prod(line["shape"]) == line["elements"] > 0:
         return f"{line['elements']} elements of shape {line['shape']}"
     if line["tokens"] != tokens or (tokens and line["shape"][0] != tokens):
         return f"{line['tokens']} tokens, {tokens} are due"
-    if line["limits"] != dict(row.limits):
-        return f"the limits {line['limits']} are not those of {row.id}; another contract needs a new run"
-    accuracy = judgment.endswith("accuracy")
-    if line["against"] != ("reference" if accuracy else layouts.CANONICAL):
+    if line["limits"] != dict(asked.row.limits):
+        return f"the limits {line['limits']} are not those of {asked.row.id}; another contract needs a new run"
+    if line["against"] != ("reference" if asked.accuracy else layouts.CANONICAL):
         return f"compared with {line['against']}"
-    if missing := _needed(line, row, accuracy) - set(line):
+    if missing := _needed(line, asked) - set(line):
         return f"{', '.join(sorted(missing))} missing"
-    if not accuracy and line["digest"] != line["against_digest"] and not line["differing"] > 0:
+    agrees = asked.accuracy or line["differing"] is None or line["differing"] > 0
+    if not agrees and line["digest"] != line["against_digest"]:
         return "the digests differ, and no element does"
     return None
 
 
-def _needed(line: Mapping[str, Any], row: Row, accuracy: bool) -> set[str]:
-    if not accuracy:
-        return {"differing"}
-    return _ACCURACY | ({"yardstick"} if "baseline_ratio" in row.limits and _floating(line) else set())
+def _needed(line: Mapping[str, Any], asked: Asked) -> set[str]:
+    if not asked.accuracy:
+        return set(measurements.INVARIANCE)
+    yardstick = "baseline_ratio" in asked.row.limits and _floating(line)
+    return {*measurements.ACCURACY, *(["yardstick"] if yardstick else [])}
 
 
 def _floating(line: Mapping[str, Any]) -> bool:
-    return str(line["dtype"]).startswith(("float", "bfloat"))
+    return line["dtype"].startswith(("float", "bfloat"))  # type: ignore[no-any-return]
 
 
-def _one_canonical(lines: Sequence[Mapping[str, Any]], judgment: str) -> str | None:
-    """All layouts are compared with one canonical run: whole tensors have one digest on the right side."""
-    if judgment.endswith("accuracy"):
-        return None
-    seen: dict[tuple[str, str, str], str] = {}
+def _sample(line: Mapping[str, Any]) -> str:
+    """The sample of a configuration in which each runs alone, else nothing."""
+    return line["configuration"].partition("/")[2].partition("/")[2]  # type: ignore[no-any-return]
+
+
+def _one_right_side(lines: Lines) -> str | None:
+    """All layouts are compared with one reference, or one canonical run: a tensor has one digest on the right side."""
+    seen: dict[tuple[str, str, str, str], str] = {}
     for line in lines:
-        key = (line["variant"], line["tensor"], str(line["shape"]))
-        part = line["configuration"].partition("/")[2].partition("/")[2]  # a sample alone has its own rows
-        if seen.setdefault((*key[:2], f"{key[2]}{part}"), line["against_digest"]) != line["against_digest"]:
-            return f"{_place((*key[:2], line['configuration']))}: another canonical run than in the lines before"
+        key = (line["variant"], line["tensor"], str(line["shape"]), _sample(line))
+        if seen.setdefault(key, line["against_digest"]) != line["against_digest"]:
+            return f"{_place(_key(line))}: compared with another tensor than in the lines before"
     return None
 
 
-def _compared(lines: Sequence[Mapping[str, Any]], judgment: str, row: Row) -> Finding:
-    accuracy = judgment.endswith("accuracy")
-    problems = [(line, _problem(line, row, accuracy)) for line in lines]
+def _one_run(whole: Lines, lines: Lines, asked: Asked) -> str | None:
+    """The canonical run that bits are compared with is the one whose accuracy was measured."""
+    if asked.accuracy:
+        return None
+    twin = f"{asked.judgment.removesuffix('invariance')}accuracy"
+    canonical = {
+        (line["variant"], line["tensor"]): line["digest"]
+        for line in whole
+        if line["judgment"] == twin and line["configuration"] == layouts.CANONICAL
+    }
+    for line in lines:
+        known = canonical.get((line["variant"], line["tensor"]), line["against_digest"])
+        if not _sample(line) and known != line["against_digest"]:
+            return f"{_place(_key(line))}: the canonical run is another one than that of {twin}"
+    return None
+
+
+def _compared(lines: Lines, asked: Asked) -> Finding:
+    problems = [(line, _problem(line, asked)) for line in lines]
     wrong = [(line, problem) for line, problem in problems if problem is not None]
-    statistic = (
-        max(float(line["relative_rms"]) for line in lines)
-        if accuracy
-        else float(sum(line["differing"] for line in lines))
-    )
-    evidence = {"comparisons": len(lines), "outside": len(wrong), **_worst(lines, accuracy)}
-    if row.status == "measured":
+    if asked.accuracy:
+        statistic = max(float(line["relative_rms"]) for line in lines)
+    else:
+        statistic = float(sum(line["elements"] if line["differing"] is None else line["differing"] for line in lines))
+    evidence = {"comparisons": len(lines), "outside": len(wrong), **_worst(lines, asked.accuracy)}
+    if asked.row.status == "measured":
         return Finding(category="measured", reason="not gated", statistic=statistic, evidence=evidence)
     if not wrong:
-        what = "within the row" if accuracy else "equal to the bit"
-        return Finding(
-            category="green", reason=f"all {len(lines)} comparisons are {what}", statistic=statistic, evidence=evidence
-        )
+        reason = f"all {len(lines)} comparisons are {'within the row' if asked.accuracy else 'equal to the bit'}"
+        return Finding(category="green", reason=reason, statistic=statistic, evidence=evidence)
     line, problem = wrong[0]
-    place = _place((line["variant"], line["tensor"], line["configuration"]))
-    reason = f"{place}: {problem}{_where(line)}"
-    more = f"; {len(wrong)} of {len(lines)} comparisons are outside"
     first = {key: line[key] for key in ("variant", "tensor", "configuration", "first")}
     return Finding(
         category="red_verdict",
-        reason=reason + more,
+        reason=f"{_place(_key(line))}: {problem}{_where(line)}; {len(wrong)} of {len(lines)} comparisons are outside",
         statistic=statistic,
         evidence={**evidence, "first_failure": first, "failing": _failing(wrong)},
     )
 
 
-def _problem(line: Mapping[str, Any], row: Row, accuracy: bool) -> str | None:
-    if not accuracy:
-        if not line["differing"] <= row.limits["differing_elements"]:
-            note = (
-                f" ({line['dtype']} against {line['against_dtype']})" if line["dtype"] != line["against_dtype"] else ""
-            )
-            return f"{line['differing']:,} of {line['elements']:,} elements differ to the bit{note}"
+def _problem(line: Mapping[str, Any], asked: Asked) -> str | None:
+    if asked.accuracy:
+        return nodes.accuracy_problem(line, asked.row.limits if _floating(line) else {})
+    if line["differing"] is None:
+        return None if line["digest"] == line["against_digest"] else "its digest differs"
+    if line["differing"] <= asked.row.limits["differing_elements"]:
         return None
-    return nodes.accuracy_problem(line, row.limits if _floating(line) else {})
+    dtypes = f" ({line['dtype']} against {line['against_dtype']})" if line["dtype"] != line["against_dtype"] else ""
+    return f"{line['differing']:,} of {line['elements']:,} elements differ to the bit{dtypes}"
 
 
 def _where(line: Mapping[str, Any]) -> str:
@@ -303,14 +257,13 @@ def _where(line: Mapping[str, Any]) -> str:
     values = f"{first['got']} is not {first['want']}"
     if "sample" not in first:
         return f", first at element {first['index']}: {values}"
+    place = f"sample {first['sample']} position {first['position']} element {first['element']}"
     size = f" in a call of {first['call'][0]} × {first['call'][1]} tokens" if "call" in first else ""
-    return (
-        f", first in sample {first['sample']} position {first['position']} element {first['element']}{size}: {values}"
-    )
+    return f", first in {place}{size}: {values}"
 
 
-def _worst(lines: Sequence[Mapping[str, Any]], accuracy: bool) -> dict[str, Any]:
-    if not accuracy or not lines:
+def _worst(lines: Lines, accuracy: bool) -> dict[str, Any]:
+    if not accuracy:
         return {}
     worst = max(lines, key=lambda line: float(line["relative_rms"]))
     keys = ("variant", "tensor", "configuration", "max_abs", "rms", "relative_rms", "relative_peak", "cosine", "ulps")

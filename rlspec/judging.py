@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlspec import cells, logs, pipeline, runs, schema, workloads
 from rlspec import contract as contracts
+from rlspec import logs, measurements, pipeline, runs, schema, workloads
 from rlspec.arms import state_of
 from rlspec.checks import CHECKS
 from rlspec.errors import RunError, SpecError
@@ -202,9 +202,9 @@ def _planned_contract(path: Path, planned: Mapping[str, Any], name: str | None) 
 
 def _from_measured(path: Path, given: dict[str, Any], contract_name: str | None) -> dict[str, Any]:
     """Judge the cells of a report again, from the numbers in it. Raises RunError if they were touched."""
-    if cells.seal(given["measured"]) != given["seal"]:
+    if measurements.seal(given["measured"]) != given["seal"]:
         raise RunError(f"{path}: what was measured has been edited since: it does not have the seal beside it")
-    cells.whole(path, given["measured"])
+    measurements.check(path, given["measured"])
     workload = given["workload"]
     if workloads.digest(workload["data"]) != workload["digest"]:
         raise RunError(f"{path}: the workload has been edited since: it does not have the digest beside it")

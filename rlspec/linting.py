@@ -35,7 +35,7 @@ def _hidden(path: Path) -> bool:
 
 def is_data(path: Path) -> bool:
     """Catalog data is linted with its own schema and is never run."""
-    return path.resolve().parent.name in catalog.FOLDERS
+    return path.resolve().parent.name in (*catalog.FOLDERS, "pins")
 
 
 def lint(paths: Iterable[Path], overrides: Sequence[str] = ()) -> tuple[list[Document], list[Problem]]:

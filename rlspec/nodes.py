@@ -6,6 +6,7 @@ has one gradient for the whole batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,15 @@ from typing import Any
 from rlspec import layouts
 from rlspec.workloads import Tier
 
+IMPLEMENTATIONS = ("reference", "canonical", "torch", "triton")
+DEFAULT = "torch"  # of an operator that a mapping leaves out
+OWN_KERNELS = ("triton", "cuda")  # implementations whose kernels must be seen to run
 JUDGMENTS = ("forward_accuracy", "forward_invariance", "gradient_accuracy", "gradient_invariance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """`tensors`: token inputs with a gradient; `parameters`: weights with one; `of_keys`: inputs a key, not a query."""
+    """`tensors`: token inputs with a gradient; `parameters`: weights with one; `of_keys`: a row per key, not query."""
 
     family: str
     outputs: tuple[str, ...] = ("out",)
@@ -27,6 +31,7 @@ class Node:
     of_keys: tuple[str, ...] = ()
     not_applicable: str = ""
     experts: bool = False
+    backward_moves: bool = False  # the gradient is the upstream one, so no kernel need run
 
 
 NODES: Mapping[str, Node] = {
@@ -38,7 +43,7 @@ NODES: Mapping[str, Node] = {
     "attention": Node(family="attention", tensors=("query", "key", "value"), of_keys=("key", "value")),
     "silu": Node(family="elementwise"),
     "swiglu": Node(family="elementwise", tensors=("gate", "up")),
-    "residual_add": Node(family="elementwise", tensors=("residual", "x")),
+    "residual_add": Node(family="elementwise", tensors=("residual", "x"), backward_moves=True),
     "lm_head": Node(family="reduction", parameters=("weight",)),
     "logprob": Node(family="logprob", tensors=("logits",)),
     "batch_invariant_logprob": Node(family="logprob", tensors=("logits",)),
@@ -53,6 +58,16 @@ NODES: Mapping[str, Node] = {
         not_applicable="a layout helper: it copies rows and computes nothing; packed layouts use it",
     ),
 }
+
+
+def implemented(operator: str) -> tuple[str, ...]:
+    """The implementations of the catalogue that have the operator."""
+    return tuple(name for name in IMPLEMENTATIONS if not (name == "triton" and NODES[operator].experts))
+
+
+def implementation_of(operator: str, given: str | Mapping[str, str] | None) -> str:
+    """What an arm that is given one name for all, or a mapping from operator to name, runs for an operator."""
+    return given or DEFAULT if not isinstance(given, Mapping) else given.get(operator, DEFAULT)
 
 
 def variants(operator: str, tier: Tier) -> tuple[str, ...]:
@@ -135,8 +150,10 @@ def accuracy_problem(line: Mapping[str, Any], limits: Mapping[str, float]) -> st
             return f"{line['violations']:,} of {line['elements']:,} elements are outside"
         return None if float(line["excess"]) <= 0 else f"an element is {float(line['excess']):g} outside"
     yardstick, ratio = line["yardstick"], limits["baseline_ratio"]
+    if not all(math.isfinite(float(value)) for value in yardstick.values()):
+        return "plain torch itself is not finite here, so there is nothing to be measured by"
     for name, what in (("rms", "RMS"), ("max_abs", "largest")):
-        allowed = max(ratio * yardstick[f"torch_{name}"], yardstick[f"rounding_{name}"])
+        allowed = max(ratio * float(yardstick[f"torch_{name}"]), float(yardstick[f"rounding_{name}"]))
         if not float(line[name]) <= allowed:
             return f"{what} error {float(line[name]):.3g}; plain torch allows {allowed:.3g} (ratio {ratio:g})"
     if not float(line["relative_rms"]) <= limits["relative_rms"]:

@@ -10,7 +10,20 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import rlspec
-from rlspec import arms, cells, launch, machine, plan, provenance, records, render, reports, repository, reuse, runs
+from rlspec import (
+    arms,
+    launch,
+    machine,
+    measurements,
+    plan,
+    provenance,
+    records,
+    render,
+    reports,
+    repository,
+    reuse,
+    runs,
+)
 from rlspec import contract as contracts
 from rlspec.checks import CHECKS, operators, training
 from rlspec.errors import RunError, SpecError
@@ -323,7 +336,7 @@ def _result(spec: Spec, step: Step, state: Mapping[str, Any] | None) -> Result:
         return Result(arm=step.arm, records=step.records)
     try:
         if spec.workload:
-            return Result(arm=step.arm, records=step.records, measured=cells.read(step.records, step.arm.name))
+            return Result(arm=step.arm, records=step.records, measured=measurements.read(step.records, step.arm.name))
         found = records.read(step.records, step.arm)
     except RunError as error:
         return Result(arm=step.arm, records=step.records, failure=str(error))

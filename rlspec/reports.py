@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import rlspec
-from rlspec import cells, plan, runs, verdicts, workloads
 from rlspec import contract as contracts
+from rlspec import measurements, plan, runs, verdicts, workloads
 from rlspec.checks import operators
 from rlspec.model import Result, Row, Spec, Step, Verdict
 
@@ -84,7 +84,7 @@ def _measured(spec: Spec, contract: contracts.Contract, results: Sequence[Result
         "workload": {"name": load["name"], "digest": workloads.digest(load), "data": dict(load)},
         "operators": list(operators.chosen(spec)),
         "measured": measured,
-        "seal": cells.seal(measured),
+        "seal": measurements.seal(measured),
     }
 
 

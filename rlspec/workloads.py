@@ -113,6 +113,8 @@ def _sample(data: Mapping[str, Any]) -> Sample:
 
 def _tier(data: Mapping[str, Any], whole: Mapping[str, Any], samples: Mapping[str, Sample]) -> Tier:
     chosen = _chosen(data["samples"], samples, data["name"])
+    if twice := set(data["samples"]) & set(data.get("company", ())):
+        raise ValueError(f"tier {data['name']}: sample {min(twice)} is in samples and in company")
     return Tier(
         name=data["name"],
         samples=chosen,
@@ -131,7 +133,7 @@ def _tier(data: Mapping[str, Any], whole: Mapping[str, Any], samples: Mapping[st
     )
 
 
-def _chosen(names: Sequence[str] | str, samples: Mapping[str, Sample], tier: str) -> tuple[Sample, ...]:
+def _chosen(names: Sequence[str], samples: Mapping[str, Sample], tier: str) -> tuple[Sample, ...]:
     if missing := [name for name in names if name not in samples]:
         raise ValueError(f"tier {tier}: there is no sample {missing[0]!r}; known: {', '.join(samples)}")
     if len(set(names)) != len(names):

@@ -7,7 +7,7 @@ import sys
 import types
 from pathlib import Path
 
-from rlspec import catalog, cells, contract, layouts, nodes, workloads
+from rlspec import catalog, cells, contract, layouts, measurements, nodes, workloads
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ("tiny", "ws1", "wide")
@@ -98,7 +98,18 @@ def measured(on):
 
     records = on.run_file.with_name("records.jsonl")
     operator_harness.main(on, records)
-    return cells.read(records, "a")
+    return measurements.read(records, "a")
+
+
+def judge(found, operator, tier, judgment, row, cannot_fail="note", **asked):
+    """A cell judged as that of an arm with the implementation that ran."""
+    ran = [cell["implementation"] for cell in found["cells"] if cell["operator"] == operator]
+    wanted = {"implementation": ran[0] if ran else "torch", **asked}
+    return cells.judge(
+        found,
+        cells.Asked(operator=operator, tier=tier, judgment=judgment, row=row, **wanted),
+        cannot_fail=cannot_fail,
+    )
 
 
 def judged(on, found=None, name="ws1"):
@@ -107,7 +118,7 @@ def judged(on, found=None, name="ws1"):
     dtype = str(on.dtype).removeprefix("torch.")
     (only,) = on.workload.tiers
     return {
-        (operator, judgment): cells.judge(
+        (operator, judgment): judge(
             found,
             operator,
             only,

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from rlspec import cells, contract, nodes
+from rlspec import cells, contract, measurements, nodes
 from rlspec.errors import RunError
 from tests import benches
 
@@ -19,10 +19,10 @@ def whole(operator="rms_norm", **changes):
     return benches.cell(operator, TIER, **changes)
 
 
-def judge(cell, judgment, *, operator="rms_norm", environment=benches.CPU, row=None, cannot_fail="note"):
+def judge(cell, judgment, *, operator="rms_norm", environment=benches.CPU, row=None, cannot_fail="note", **asked):
     measured = {"environment": environment, "cells": [cell] if cell else []}
     row = row or WS1.resolve(judgment, nodes.NODES[operator].family, "bf16")
-    return cells.judge(measured, operator, TIER, judgment, row, cannot_fail=cannot_fail)
+    return benches.judge(measured, operator, TIER, judgment, row, cannot_fail, **asked)
 
 
 def of(cell, judgment, tensor=None, configuration=None):
@@ -192,12 +192,12 @@ BITS = "forward_invariance"
         (BITS, {}, {"digest": "d9"}, "the digests differ, and no element does"),
         (BITS, {}, {"against_digest": "d9"}, "the digests differ, and no element does"),
         (BITS, {}, {"digest": "d9", "differing": float("nan")}, "the digests differ, and no element does"),
-        (BITS, {"configuration": "BN/permuted"}, {"digest": "d9", "against_digest": "d9"}, "another canonical run"),
+        (BITS, {"configuration": "BN/permuted"}, {"digest": "d9", "against_digest": "d9"}, "compared with another tensor"),
         (
             "gradient_invariance",
             {"tensor": "dweight", "configuration": "BN/repeated"},
             {"digest": "d9", "against_digest": "d9"},
-            "dweight in BN/repeated: another canonical run than in the lines before",
+            "dweight in BN/repeated: compared with another tensor than in the lines before",
         ),
         (BITS, {}, {"against": "reference"}, "compared with reference"),
         ("forward_accuracy", {}, {"against": "BN/full"}, "compared with BN/full"),
@@ -257,12 +257,12 @@ def records(tmp_path):
 def refused(path, lines):
     benches.save(path, lines)
     with pytest.raises(RunError) as told:
-        cells.read(path, "a")
+        measurements.read(path, "a")
     return str(told.value).removeprefix(str(path))
 
 
 def test_records_come_back_as_they_were_written(records):
-    found = cells.read(records[0], "a")
+    found = measurements.read(records[0], "a")
     assert found["environment"] == benches.CPU and found["cells"][1]["comparisons"] == [
         {key: value for key, value in line.items() if key != "record"} for line in whole()["comparisons"]
     ]
@@ -274,14 +274,14 @@ def test_records_that_break_off(records):
         assert refused(path, lines[:-count]) == ": the records break off: there is no end line"
     path.write_text("")
     with pytest.raises(RunError, match="break off"):
-        cells.read(path, "a")
+        measurements.read(path, "a")
 
 
 def test_a_last_line_that_was_cut(records):
     path, _ = records
     path.write_text(path.read_text()[:-9])
     with pytest.raises(RunError, match="no JSON"):
-        cells.read(path, "a")
+        measurements.read(path, "a")
 
 
 def test_one_line_less_than_the_end_says(records):
@@ -307,7 +307,7 @@ def test_lines_where_none_is_due(records):
 def test_comparisons_of_another_cell(records):
     path, lines = records
     strange = {**lines[1], "operator": "rope"}
-    assert "comparisons of another cell stand before this one" in refused(path, [lines[0], strange, *lines[2:]])
+    assert "comparisons of another cell stand with this one" in refused(path, [lines[0], strange, *lines[2:]])
 
 
 def test_keys_that_are_missing_or_unknown(records):
@@ -321,22 +321,47 @@ def test_what_is_no_object(records, text):
     path, lines = records
     path.write_text(json.dumps(lines[0]) + "\n" + text + "\n")
     with pytest.raises(RunError, match=":2: no JSON"):
-        cells.read(path, "a")
+        measurements.read(path, "a")
 
 
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(RunError, match="cannot be read"):
-        cells.read(tmp_path / "none.jsonl", "a")
+        measurements.read(tmp_path / "none.jsonl", "a")
 
 
 def test_the_seal_is_over_every_number():
     measured = {"a": {"environment": benches.CPU, "cells": [whole()]}}
-    seal = cells.seal(measured)
-    assert cells.seal(json.loads(json.dumps(measured))) == seal
+    seal = measurements.seal(measured)
+    assert measurements.seal(json.loads(json.dumps(measured))) == seal
     for path in (("comparisons", 0, "digest"), ("comparisons", 3, "violations"), ("no_backward",)):
         changed = copy.deepcopy(measured)
         place = changed["a"]["cells"][0]
         for key in path[:-1]:
             place = place[key]
         place[path[-1]] = "x"
-        assert cells.seal(changed) != seal
+        assert measurements.seal(changed) != seal
+
+
+def test_another_implementation_than_the_arms_is_no_green():
+    found = judge(whole("silu"), "forward_accuracy", operator="silu", implementation="triton")
+    assert found.category == "red_provenance" and "ran, the arm has triton" in found.reason
+
+
+def test_a_kernel_of_ours_without_its_backend_is_no_green():
+    cell = {**whole("silu"), "implementation": "triton", "backend": None}
+    found = judge(cell, "forward_accuracy", operator="silu")
+    assert found.category == "red_provenance" and "declares the backend None" in found.reason
+
+
+def test_another_device_than_the_one_required_is_no_green():
+    found = judge(whole("silu"), "forward_accuracy", operator="silu", device="cuda")
+    assert found.category == "red_provenance" and "requires cuda" in found.reason
+
+
+def test_bits_are_compared_with_the_run_whose_accuracy_was_measured():
+    cell = whole("silu")
+    for line in cell["comparisons"]:
+        if line["judgment"] == "forward_invariance" and line["configuration"].count("/") < 2:
+            line["digest"] = line["against_digest"] = "another"
+    found = judge(cell, "forward_invariance", operator="silu")
+    assert found.category == "broken" and "is another one than that of forward_accuracy" in found.reason

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlspec import cells, workloads
+from rlspec import measurements, workloads
 from tests import benches
 from tests.tiny import rlspec, run_folder, save
 
@@ -76,7 +76,7 @@ def lines(made, operator="silu"):
 
 
 def resealed(made):
-    return {**made, "seal": cells.seal(made["measured"])}
+    return {**made, "seal": measurements.seal(made["measured"])}
 
 
 def test_the_run_found_what_torch_does(given):

@@ -146,3 +146,13 @@ def test_the_right_operators_pass(outcomes):
     done, made = outcomes["right",]
     assert done.returncode == 0 and made["outcome"] == "PASS", done.stdout + done.stderr
     assert {verdict["status"] for verdict in made["verdicts"]} == {"PASS", "N/A"}
+
+
+def test_the_example_of_own_operators_shows_one_green_and_one_red(tmp_path):
+    spec = ROOT / "specs" / "examples" / "own-operators" / "spec.yaml"
+    done, made = run(spec, tmp_path / "own")
+    assert done.returncode == 1, done.stdout + done.stderr
+    statuses = {(one["evidence"]["operator"], one["judgment"]): one["status"] for one in made["verdicts"]}
+    assert [name for name, status in statuses.items() if status != "PASS"] == [("rms_norm", "forward_invariance")]
+    text = " ".join(done.stdout.split())
+    assert "first in sample t0 position" in text and "tokens:" in text

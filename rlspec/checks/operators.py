@@ -8,11 +8,11 @@ from typing import Any
 from rlspec import catalog, cells, layouts, nodes, plan, schema, workloads
 from rlspec.checks import common
 from rlspec.contract import Contract
+from rlspec.document import escape
 from rlspec.errors import SpecError
 from rlspec.model import Arm, Document, Judgment, Problem, Result, Row, Spec, Verdict
 from rlspec.workloads import Workload
 
-IMPLEMENTATIONS = ("reference", "canonical", "torch", "triton", "cuda")
 TEMPLATE = catalog.SHIPPED.parent / "templates" / "operators" / "run.py.j2"
 FAMILIES = ("qwen3", "qwen3_moe")
 _NEEDED = {  # in a model entry, and in a config.json
@@ -30,15 +30,26 @@ def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     yield from common.unique_names(document, data)
     for index, arm in enumerate(data["arms"]):
         given = arm["implementation"]
-        named = {"*": given} if isinstance(given, str) else given
-        for operator, name in named.items():
-            pointer = f"/arms/{index}/implementation" + ("" if operator == "*" else f"/{operator}")
-            if operator != "*" and operator not in nodes.NODES:
+        pointer = f"/arms/{index}/implementation"
+        if isinstance(given, str):
+            yield from _implementation(document, pointer, given, nodes.IMPLEMENTATIONS)
+            continue
+        for operator, name in given.items():
+            if operator in nodes.NODES:
+                known = nodes.implemented(operator)
+                yield from _implementation(document, f"{pointer}/{operator}", name, known, f" of {operator}")
+            else:
                 message = f"unknown operator {operator!r}"
-                yield common.at(document, pointer, "RL311", message, schema.suggestion(operator, nodes.NODES))
-            if ":" not in name and name not in IMPLEMENTATIONS:
-                hint = f"{schema.suggestion(name, IMPLEMENTATIONS)}, or module:table of your own"
-                yield common.at(document, pointer, "RL312", f"unknown implementation {name!r}", hint)
+                hint = schema.suggestion(operator, nodes.NODES)
+                yield common.at(document, f"{pointer}/{escape(operator)}", "RL311", message, hint)
+
+
+def _implementation(
+    document: Document, pointer: str, name: str, known: Sequence[str], what: str = ""
+) -> Iterator[Problem]:
+    if ":" not in name and name not in known:
+        hint = f"{schema.suggestion(name, known)}, or module:table of your own"
+        yield common.at(document, pointer, "RL312", f"unknown implementation {name!r}{what}", hint)
 
 
 def model(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -61,6 +72,7 @@ def workload(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         made = workloads.of(catalog.workload(data["workload"], document.path.parent))
         for tier in made.tiers:
             layouts.of(tier)
+        yield from _nothing_asked(document, data, made)
     except SpecError as error:
         message, hint = common.hinted(error)
         yield common.at(document, "/workload", "RL201", message, hint)
@@ -69,15 +81,40 @@ def workload(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         yield common.at(document, "/workload", "RL314", f"workload {data['workload']}: {error}", hint)
 
 
+def _nothing_asked(document: Document, data: dict[str, Any], made: Workload) -> Iterator[Problem]:
+    """Cells in which there would be nothing to compare."""
+    names = [name for name in data.get("operators", made.operators) if name in nodes.NODES]
+    for name in names:
+        for tier in nodes.tiers(name, made.tiers):
+            for judgment in nodes.judged(tier, data.get("judgments", nodes.JUDGMENTS)):
+                empty = not any(nodes.expected(name, tier, judgment, data.get("requires", {}).get("device", "cpu")))
+                if empty and not nodes.NODES[name].not_applicable:
+                    message = f"workload {made.name}: tier {tier.name} has nothing to compare for {judgment} of {name}"
+                    hint = "give the tier more layouts; det_gemm needs projections"
+                    yield common.at(document, "/workload", "RL314", message, hint)
+
+
 def operators(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     entry = _model(document)
     for index, name in enumerate(data.get("operators", ())):
         if name not in nodes.NODES:
             hint = schema.suggestion(name, nodes.NODES)
             yield common.at(document, f"/operators/{index}", "RL311", f"unknown operator {name!r}", hint)
+        elif problem := _lacking(data, name):
+            hint = "give the operator another implementation"
+            yield common.at(document, f"/operators/{index}", "RL312", problem, hint)
         elif nodes.NODES[name].experts and "experts" not in entry:
             message = f"operator {name} belongs to a mixture of experts, and {data['model']} is dense"
             yield common.at(document, f"/operators/{index}", "RL315", message, "leave it out, or name another model")
+
+
+def _lacking(data: dict[str, Any], operator: str) -> str:
+    """Which arm asks for an implementation that does not have the operator."""
+    for arm in data["arms"]:
+        given = arm["implementation"]
+        if isinstance(given, str) and given in nodes.IMPLEMENTATIONS and given not in nodes.implemented(operator):
+            return f"implementation {given} of arm {arm['name']} does not have {operator}"
+    return ""
 
 
 def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -88,7 +125,7 @@ RULES: tuple[tuple[common.Rule, tuple[str, ...]], ...] = (
     (arms, ("arms",)),
     (model, ("model",)),
     (workload, ("workload",)),
-    (operators, ("operators", "model")),
+    (operators, ("operators", "model", "arms")),
     (contract_rows, ("judgments", "contract", "dtype")),
     (common.question, ("question",)),
 )
@@ -168,18 +205,24 @@ def judge(spec: Spec, results: Sequence[Result], contract: Contract) -> list[Ver
 
 
 def _of_arm(spec: Spec, result: Result, workload: Workload, contract: Contract) -> Iterator[Verdict]:
-    asked = [judgment.check for judgment in spec.judgments]
+    judgments = [judgment.check for judgment in spec.judgments]
     for operator in chosen(spec):
         for tier in nodes.tiers(operator, workload.tiers):
-            for judgment in nodes.judged(tier, asked):
+            for judgment in nodes.judged(tier, judgments):
                 row = contract.resolve(judgment, nodes.NODES[operator].family, spec.dtype)
                 if result.measured is None and not nodes.NODES[operator].not_applicable:
                     reason = result.failure or "the arm left no records"
                     found = cells.Finding(category="process", reason=f"arm {result.arm.name}: {reason}")
                 else:
-                    found = cells.judge(
-                        result.measured or {}, operator, tier, judgment, row, cannot_fail=contract.cannot_fail
+                    asked = cells.Asked(
+                        operator=operator,
+                        tier=tier,
+                        judgment=judgment,
+                        row=row,
+                        implementation=nodes.implementation_of(operator, result.arm.implementation),
+                        device=spec.requires.get("device"),
                     )
+                    found = cells.judge(result.measured or {}, asked, cannot_fail=contract.cannot_fail)
                 place = {"arm": result.arm.name, "operator": operator, "tier": tier.name, "counted": tier.counted}
                 yield Verdict(
                     judgment=judgment,

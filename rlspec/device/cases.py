@@ -110,6 +110,8 @@ def _table(
     whole = torch.cat([*parts, torch.zeros_like(parts[0][:1])])
     if one.made == "cos":
         whole[-1] = 1
+    if one.made == "ids":
+        whole[-1] = workload.pad_token % one.below
     if not whole.is_floating_point():
         return whole.to(device)
     return (whole * one.scale).to(one.dtype or dtype)
@@ -145,9 +147,9 @@ def _scaled(width: int) -> float:
     return 2.0 ** round(-0.5 * (width - 1).bit_length())
 
 
-def _one(name: str) -> Callable[..., dict[str, Tensor]]:
+def _plainly(op: Any, tokens: Tensors, weights: Tensors, segments: Segments, wide: Any) -> dict[str, Tensor]:
     """An operator of token inputs and weights alone, in the order of the case."""
-    return lambda op, tokens, weights, segments, wide: {"out": op(*tokens.values(), *weights.values())}
+    return {"out": op(*tokens.values(), *weights.values())}
 
 
 def _embedding(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
@@ -156,7 +158,7 @@ def _embedding(operator: str, variant: str, model: Architecture, workload: Workl
         variant=variant,
         inputs={"tokens": Input(made="ids", below=model.vocab_size)},
         weights={"weight": Weight(shape=(model.vocab_size, model.hidden_size), offset=0)},
-        call=_one(operator),
+        call=_plainly,
         options={},
     )
 
@@ -194,7 +196,7 @@ def _gemm(operator: str, variant: str, model: Architecture, workload: Workload) 
         variant=variant,
         inputs={"x": Input(shape=shape[1:])},
         weights={"weight": Weight(shape=shape, offset=2, scale=_scaled(shape[1]))},
-        call=_one(operator),
+        call=_plainly,
         options={},
     )
 
@@ -209,9 +211,7 @@ def _rope(operator: str, variant: str, model: Architecture, workload: Workload) 
             "sin": Input(made="sin", dtype=torch.float32),
         },
         weights={},
-        call=lambda op, tokens, weights, segments, wide: {
-            "out": op(tokens["x"], *(_as(tokens[name], wide) for name in ("cos", "sin")))
-        },
+        call=lambda op, tokens, weights, segments, wide: {"out": op(tokens["x"], tokens["cos"], tokens["sin"])},
         options={},
     )
 
@@ -243,7 +243,7 @@ def _elementwise(*names: str) -> Callable[[str, str, Architecture, Workload], Ca
             variant=variant,
             inputs={n: Input(shape=(width,), offset=i, dtype=kept.get(n)) for i, n in enumerate(names)},
             weights={},
-            call=_one(operator),
+            call=_plainly,
             options={},
         )
 
@@ -278,7 +278,7 @@ def _logprob(operator: str, variant: str, model: Architecture, workload: Workloa
             "targets": Input(made="targets", below=model.vocab_size, offset=9),
         },
         weights={},
-        call=_one(operator),
+        call=_plainly,
         options={},
     )
 
@@ -361,7 +361,7 @@ def _combine(operator: str, variant: str, model: Architecture, workload: Workloa
         grid = tokens["rows"].shape[:2]
         dispatch = Dispatch.of(tokens["experts"].flatten(0, 1), model.num_experts)
         rows = tokens["rows"].flatten(0, 2)[dispatch.order]
-        return {"out": op(rows, _as(tokens["weights"], wide).flatten(0, 1), dispatch).unflatten(0, grid)}
+        return {"out": op(rows, tokens["weights"].flatten(0, 1), dispatch).unflatten(0, grid)}
 
     return Case(
         operator=operator,
@@ -380,10 +380,6 @@ def _combine(operator: str, variant: str, model: Architecture, workload: Workloa
 def _needs_experts(operator: str, model: Architecture) -> None:
     if not model.num_experts:
         raise ValueError(f"operator {operator} needs a mixture of experts, and this model is dense")
-
-
-def _as(x: Tensor, wide: torch.dtype | None) -> Tensor:
-    return x if wide is None else x.to(wide)
 
 
 _CASES: Mapping[str, Callable[[str, str, Architecture, Workload], Case]] = {

@@ -25,17 +25,22 @@ def bits(x: Tensor) -> Tensor:
 
 
 def fingerprint(x: Tensor) -> str:
-    """128 bits that tell tensors of other dtype, shape or bytes apart; computed where the tensor lies, one sync."""
+    """128 bits that tell tensors of other dtype, shape or bytes apart, computed where the tensor lies."""
     flat, sums = bits(x).view(-1), [0, 0]
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK].long()
         place = torch.arange(start, start + len(part), device=x.device)
         for lane, (a, b) in enumerate(((0x9E3779B97F4A7C15 - 2**64, 0x2127599BF4325C37), (0x6C62272E07BB0142, 31))):
             mixed = (part ^ (place * a)) * b
-            mixed = (mixed ^ (mixed >> 29)) * a
-            sums[lane] += int((mixed ^ (mixed >> 32)).sum())
+            mixed = (mixed ^ _shifted(mixed, 29)) * a
+            sums[lane] += int((mixed ^ _shifted(mixed, 32)).sum())
     head = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}".replace(" ", "")
     return head + "".join(f"{total % 2**64:016x}" for total in sums)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """int64 shifted right as if it had no sign: with its sign, x and ~x would be mixed alike."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def identical(got: Tensor, want: Tensor) -> bool:
@@ -100,12 +105,12 @@ class Errors:
             "elements": self.elements,
             "nonfinite": self.nonfinite,
             "violations": self.violations,
-            "excess": _number(self.excess),
-            "max_abs": _number(self.max_abs),
-            "rms": _number(self.rms),
-            "relative_rms": _number(_over(self.rms, self.reference_rms)),
-            "relative_peak": _number(_over(self.max_abs, self.reference_peak)),
-            "cosine": _number(self.cosine),
+            "excess": number(self.excess),
+            "max_abs": number(self.max_abs),
+            "rms": number(self.rms),
+            "relative_rms": number(_over(self.rms, self.reference_rms)),
+            "relative_peak": number(_over(self.max_abs, self.reference_peak)),
+            "cosine": number(self.cosine),
             "ulps": dict(self.ulps),
             "first": self.first,
         }
@@ -115,7 +120,8 @@ def _over(value: float, scale: float) -> float:
     return value / scale if scale else (0.0 if value == 0 else math.inf)
 
 
-def _number(value: float) -> float | str:
+def number(value: float) -> float | str:
+    """As JSON holds it: what is not finite as text."""
     return value if math.isfinite(value) else repr(value)
 
 
@@ -158,7 +164,7 @@ def errors(got: Tensor, want: Tensor, atol: float, rtol: float) -> Errors:
         rms=math.sqrt(square / count) if square == square else math.inf,
         reference_rms=math.sqrt(of_r / count),
         reference_peak=peak,
-        cosine=product / math.sqrt(of_r * of_c) if of_r > 0 and of_c > 0 else float(of_r == of_c),
+        cosine=product / (math.sqrt(of_r) * math.sqrt(of_c)) if of_r > 0 and of_c > 0 else float(of_r == of_c),
         ulps=dict(zip([*(f"<= {n}" for n in ULPS), "more"], ulps.tolist(), strict=True)),
         first=first if first is not None else _element(worst[1], x, y) if x.numel() else None,
     )
@@ -186,8 +192,13 @@ def rounding(want: Tensor, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def wrong_candidates(got: Tensor) -> dict[str, Tensor]:
-    """What no accuracy row may pass: nothing at all, the right values in the wrong places, the wrong sign."""
-    return {"zero": torch.zeros_like(got), "shuffled": _shuffled(got), "sign_flipped": -got}
+    """What no accuracy row may pass: nothing at all, the right values in the wrong places, the wrong sign.
+
+    Where all values are equal there are no wrong places, unless they are zero.
+    """
+    made = {"zero": torch.zeros_like(got), "sign_flipped": -got}
+    shuffled = _shuffled(got)
+    return made if torch.equal(shuffled, got) and got.any() else {**made, "shuffled": shuffled}
 
 
 def _shuffled(x: Tensor) -> Tensor:

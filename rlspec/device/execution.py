@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlspec import layouts
-from rlspec.device import cases, gradients
+from rlspec.device import cases, comparing, gradients
 from rlspec.device.cases import PADS, Case, Tensors
 from rlspec.device.observe import Seen
 from rlspec.device.operators import Segment, Segments
@@ -71,6 +71,7 @@ class _Execution:
         self.whole_backward = hasattr(operator, "backward") and hasattr(operator, "forward")
         self.owned = getattr(operator, "weight_gradient", None) if self.node.parameters and layout.parameters else None
         self.handed: list[Handed] = []
+        self.owner: Any = None
         self.saved: dict[str, Tensor] = {}
 
     def run(self) -> Results:
@@ -101,6 +102,8 @@ class _Execution:
             else:
                 outputs = case.call(subject.operator, tokens, weights, segments, subject.wide)
         self._check(outputs, call)
+        if self.layout.name == layouts.CANONICAL and subject.wide is None:
+            self._untouched(tokens, call)
         for name, out in outputs.items():
             self._restore(self.results.outputs, name, out.detach(), call, keys=False)
         if self.whole_backward:
@@ -120,9 +123,10 @@ class _Execution:
         if not leaves:
             return
         differentiable = [outputs[name] for name in upstream]
+        launches = self.subject.wide is None and not self.node.backward_moves
         if not all(out.requires_grad for out in differentiable):
             raise NoBackward("an output has no gradient function")
-        with self.seen.call(launches=False):
+        with self.seen.call(launches=launches):
             found = torch.autograd.grad(
                 differentiable, list(leaves.values()), list(upstream.values()), allow_unused=True
             )
@@ -180,7 +184,7 @@ class _Execution:
             self._gradient().add(x, dy, gradients.Identity(tuple(runs), rows), **more)
 
     def _gradient(self) -> Any:
-        if "owner" not in self.__dict__:
+        if self.owner is None:
             assert self.owned is not None
             self.owner = self.owned(self.subject.weights["weight"], **self.subject.case.options)
         return self.owner
@@ -195,7 +199,11 @@ class _Execution:
             more = {name: torch.cat([one[2][name] for one in self.handed]) for name in self.handed[0][2]}
             self._give((x, dy, more, runs, row))
         with self.seen.call(launches=False):
-            self.results.gradients["dweight"] = self._gradient().finish()
+            total = self._gradient().finish()
+        due = self.subject.weights["weight"].shape
+        if total.shape != due or total.dtype != torch.float32:
+            raise ValueError(f"the weight gradient is {_told(total)}; fp32 {list(due)} is due")
+        self.results.gradients["dweight"] = total
         self.results.accumulated_by["dweight"] = "operator"
 
     # Attention that runs its backward once a sample
@@ -208,9 +216,11 @@ class _Execution:
         self, call: Call, tokens: Tensors, out: Tensor, lse: Tensor, dy: Tensor, segments: Segments
     ) -> None:
         operator: Any = self.subject.operator
-        with self.seen.call(launches=False):
+        with self.seen.call(launches=True):
             found = operator.backward(*tokens.values(), out, lse, dy, segments, **self.subject.case.options)
         for name, gradient in zip(self.node.tensors, found, strict=True):
+            if gradient.shape != tokens[name].shape or gradient.dtype != tokens[name].dtype:
+                raise ValueError(f"the gradient of {name} is {_told(gradient)}; {_told(tokens[name])} is due")
             self._restore(self.results.gradients, f"d{name}", gradient, call, keys=name in self.node.of_keys)
 
     def _backward_by_sample(self) -> None:
@@ -223,6 +233,11 @@ class _Execution:
             segments = segments_of(call, self.subject.device)
             self._attention_backward(call, tokens, out, lse, self._upstream("out", call), segments)
             start += sample.queries
+
+    def _untouched(self, tokens: Tensors, call: Call) -> None:
+        for name, x in tokens.items():
+            if not comparing.identical(x.detach(), self._physical(name, call)):
+                raise ValueError(f"the operator writes into its input {name}")
 
     # Between logical tokens and physical slots
 
@@ -294,6 +309,10 @@ def segments_of(call: Call, device: torch.device) -> Segments:
         key = keys[run.row, run.sample]
         entries.append(Segment(run.row, run.column, run.length, key.column, run.position + run.length))
     return Segments(tuple(entries), call.rows, call.width, call.key_width, device)
+
+
+def _told(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
 def _starts(tier: Tier, keys: bool) -> tuple[list[int], int]:

@@ -14,16 +14,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operators of torch that compute what the catalogue computes; moving and making data is nobody's fallback.
-LIBRARY = re.compile(
-    r"^(mm|bmm|addmm|addbmm|baddbmm|mv|addmv|dot|linear|matmul|convolution\w*|_scaled_mm|_grouped_mm|_scaled_grouped_mm"
-    r"|_?scaled_dot_product\w*|_flash_attention\w*|_efficient_attention\w*|_cudnn_attention\w*|_fused_sdp\w*"
-    r"|_?softmax\w*|_log_softmax\w*|log_softmax|_softmax_backward_data|logsumexp|native_layer_norm\w*|_fused_rms_norm\w*"
-    r"|rms_norm|silu\w*|sigmoid\w*|embedding\w*|index_add_?|scatter_add_?|nll_loss\w*|rsqrt_?|exp_?|mean|cos|sin)$"
-)
-_LIBRARY_KERNEL = re.compile(
-    r"cublas|cutlass|cudnn|flash|fmha|nvjet|xmma|gemm|gemv|softmax|layer_norm|rms_norm|silu", re.I
-)
 _UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -134,26 +124,6 @@ def _short(name: str) -> str:
     return re.split(r"[<(]", plain, maxsplit=1)[0][:100]
 
 
-def broken(backend: str | None, seen: Seen) -> str | None:
-    """Why what ran is not what the candidate declares, or None; who declares no backend may run anything."""
-    if backend is None:
-        return None
-    if backend not in ("triton", "cuda"):
-        return f"the candidate declares the backend {backend!r}; known: triton, cuda"
-    own = seen.triton if backend == "triton" else seen.native
-    if not own:
-        return f"the candidate declares {backend}, and no {backend} kernel was launched"
-    if seen.idle:
-        return f"the candidate declares {backend}, and {seen.idle} of its calls launched no {backend} kernel"
-    if fallback := [name for name in seen.torch if LIBRARY.match(name)]:
-        return f"the candidate declares {backend}, and torch computed {', '.join(fallback[:4])}"
-    known = set(seen.triton) | set(seen.native)
-    foreign = [name for name in seen.profiled or () if name not in known and _LIBRARY_KERNEL.search(name)]
-    if foreign:
-        return f"the candidate declares {backend}, and the profiler saw {foreign[0][:80]}"
-    return None
-
-
 def switches(device: torch.device) -> dict[str, bool]:
     """What must be off: TF32 in products of fp32, and autocast."""
     return {
@@ -168,6 +138,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "torch": torch.__version__,
         **switches(device),
+        "reduced_precision_reductions": bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "threads": torch.get_num_threads(),
         "name": None,

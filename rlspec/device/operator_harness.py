@@ -1,13 +1,14 @@
 """Judge operators: every layout of every tier through a candidate, compared with a reference and with itself.
 
 Writes records.jsonl line by line: `comparison` lines with what was measured, then one `cell` line for an operator and
-tier with what was seen to run. It decides nothing: the host holds the lines against the contract.
+tier with what was seen to run. The host decides: it holds the lines against the contract and against what had to run.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ONLY_CANONICAL = "RLSPEC_CANONICAL_DIGESTS"
 _FP64_ELEMENTS = 1 << 31  # the largest input of a reference in fp64; larger ones are taken in fp32
 _TAIL = 6
+_FILE = re.compile(r'File "(?:[^"]*/)?([^"/]+)"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,21 +53,21 @@ class Bench:
     device: torch.device
 
     def implementation_of(self, operator: str) -> str:
-        if isinstance(self.implementation, str):
-            return self.implementation
-        return self.implementation.get(operator, "torch")
+        return nodes.implementation_of(operator, self.implementation)
 
 
 def bench(run_file: Path, config: Mapping[str, Any], arm: Mapping[str, Any]) -> Bench:
     """From a run file's configuration and the arm's entry in plan.json. Raises ValueError."""
-    sys.path.insert(0, config["spec_dir"])  # a user's operators lie beside the spec
+    sys.path.append(config["spec_dir"])  # a user's operators lie beside the spec, and shadow nothing
     if config["dtype"] not in DTYPES:
         raise ValueError(f"operators are judged in {', '.join(DTYPES)}, not in {config['dtype']}")
     cuda = torch.cuda.is_available() and config["device"] != "cpu"
+    if config["device"] == "cuda" and not cuda:
+        raise ValueError("the spec requires a CUDA device, and torch sees none")
     return Bench(
         run_file=run_file,
         arm=arm["name"],
-        implementation=arm.get("implementation") or "torch",
+        implementation=arm.get("implementation") or nodes.DEFAULT,
         workload=workloads.of(config["workload"]),
         model=architecture.read(config["model"]),
         operators=tuple(config["operators"]),
@@ -80,8 +82,6 @@ def main(on: Bench, records: Path) -> None:
     """Judge all operators of the bench into `records`; in a process that was asked for digests alone, only those."""
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if wanted := os.environ.get(_ONLY_CANONICAL):
         Path(wanted).write_text(json.dumps(dict(_canonical_digests(on))), encoding="utf-8")
         return
@@ -105,10 +105,10 @@ class _Writer:
     comparisons: int = 0
 
     def line(self, line: Mapping[str, Any]) -> None:
-        self.cells += line["record"] == "cell"
-        self.comparisons += line["record"] == "comparison"
         self.file.write(json.dumps(line, allow_nan=False) + "\n")
         self.file.flush()
+        self.cells += line["record"] == "cell"
+        self.comparisons += line["record"] == "comparison"
 
 
 def _cell(on: Bench, operator: str, tier: Tier, writer: _Writer, elsewhere: Mapping[str, str]) -> str:
@@ -127,7 +127,9 @@ def _cell(on: Bench, operator: str, tier: Tier, writer: _Writer, elsewhere: Mapp
 
 
 def _told(error: Exception) -> dict[str, Any]:
-    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    text = "".join(traceback.format_exception(error)).rstrip()
+    print(text, file=sys.stderr, flush=True)
+    lines = [_FILE.sub(r'File "\1"', line) for line in text.splitlines()]  # whole paths are in the log alone
     return {"message": f"{type(error).__name__}: {error}".splitlines()[0], "tail": lines[-_TAIL:]}
 
 
@@ -174,8 +176,9 @@ class _Cell:
         }
 
     def _provenance(self) -> str | None:
+        """What the first line of the records cannot show: a switch that was turned on meanwhile."""
         on = [name for name, value in observe.switches(self.on.device).items() if value]
-        return f"{' and '.join(on)} was on after the calls" if on else observe.broken(self.backend, self.seen)
+        return f"{' and '.join(on)} was on after the calls" if on else None
 
     def comparisons(self) -> Iterator[dict[str, Any]]:
         if self.blocked:
@@ -201,7 +204,11 @@ class _Variant:
         self.accuracies: dict[tuple[str, str], dict[str, Any]] = {}
 
     def comparisons(self) -> Iterator[dict[str, Any]]:
+        before = {name: comparing.fingerprint(weight) for name, weight in self.subject.weights.items()}
         self.canonical = self._run(self.cell.layouts[0])
+        for name, weight in self.subject.weights.items():
+            if comparing.fingerprint(weight) != before[name]:
+                raise ValueError(f"the operator writes into its {name}")
         self._profile()
         yield from self._all(self.cell.layouts[0], self.canonical)
         for layout in self.cell.layouts[1:]:
@@ -339,7 +346,7 @@ class _Variant:
             self.digests[key] = comparing.fingerprint(want)
         return self.digests[key]
 
-    def _yardstick(self, judgment: str, name: str, dtype: torch.dtype) -> dict[str, float]:
+    def _yardstick(self, judgment: str, name: str, dtype: torch.dtype) -> dict[str, float | str]:
         """Largest and RMS error of plain torch in the canonical layout, and of the reference once rounded."""
         assert self.baseline is not None
         gradient = judgment.startswith("gradient")
@@ -347,7 +354,8 @@ class _Variant:
         theirs, whole = (one.gradients[name] if gradient else one.outputs[name] for one in (plain, gold))
         found = comparing.errors(theirs, whole, 0.0, 0.0)
         most, rms = comparing.rounding(whole, dtype)
-        return {"torch_max_abs": found.max_abs, "torch_rms": found.rms, "rounding_max_abs": most, "rounding_rms": rms}
+        made = {"torch_max_abs": found.max_abs, "torch_rms": found.rms, "rounding_max_abs": most, "rounding_rms": rms}
+        return {name: comparing.number(value) for name, value in made.items()}
 
     def _violable(self, judgment: str, name: str, got: Tensor, want: Tensor, line: Mapping[str, Any]) -> None:
         """Which wrong candidates the row would pass: it judges nothing there."""
@@ -395,13 +403,15 @@ class _Variant:
             results = canonical.gradients if judgment.startswith("gradient") else canonical.outputs
             for name, want in results.items():
                 mine = comparing.fingerprint(want)
-                theirs = self.cell.elsewhere.get(_key(self.cell.operator, self.cell.tier, self.variant, name), "")
+                theirs = self.cell.elsewhere.get(_key(self.cell.operator, self.cell.tier, self.variant, name))
+                if theirs is None:
+                    continue  # the host misses the comparison
                 parameter = name.removeprefix("d") in self.node.parameters
                 line = {
                     "judgment": judgment, "variant": self.variant, "tensor": name, "configuration": layout.name,
                     "tokens": 0 if parameter else len(want), "shape": list(want.shape), "dtype": _name(want.dtype),
                     "against_dtype": _name(want.dtype), "elements": want.numel(), "limits": self._limits(judgment),
-                    "against": CANONICAL, "differing": 0 if mine == theirs else want.numel(), "first": None,
+                    "against": CANONICAL, "differing": 0 if mine == theirs else None, "first": None,
                     "digest": theirs, "against_digest": mine,
                 }  # fmt: skip
                 yield {**line, "accumulated_by": canonical.accumulated_by[name]} if parameter else line

@@ -47,36 +47,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rlspec import nodes
+
 _MODULES: Mapping[str, str] = {
     "reference": "rlspec.device.reference",
     "canonical": "rlspec.device.canonical",
     "torch": "rlspec.device.torch_operators",
     "triton": "rlspec.device.triton_operators",
 }
-_ALL = ("reference", "canonical", "torch", "triton")
-_OF_EXPERTS = ("reference", "canonical", "torch")
-_IMPLEMENTED: Mapping[str, tuple[str, ...]] = {
-    "embedding": _ALL,
-    "rms_norm": _ALL,
-    "qk_norm": _ALL,
-    "rope": _ALL,
-    "attention": _ALL,
-    "det_gemm": _ALL,
-    "silu": _ALL,
-    "swiglu": _ALL,
-    "residual_add": _ALL,
-    "lm_head": _ALL,
-    "logprob": _ALL,
-    "batch_invariant_logprob": _ALL,
-    "linear_logprob": _ALL,
-    "router": _OF_EXPERTS,
-    "grouped_gemm": _OF_EXPERTS,
-    "combine": _OF_EXPERTS,
-}
 _SAME = {"qk_norm": "rms_norm"}
 CATALOGUE: Mapping[str, Mapping[str, str]] = {
-    operator: {name: f"{_MODULES[name]}:{_SAME.get(operator, operator)}" for name in names}
-    for operator, names in _IMPLEMENTED.items()
+    operator: {name: f"{_MODULES[name]}:{_SAME.get(operator, operator)}" for name in nodes.implemented(operator)}
+    for operator, node in nodes.NODES.items()
+    if not node.not_applicable
 }
 
 

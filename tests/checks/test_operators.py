@@ -58,7 +58,7 @@ def test_unknown_operators(tmp_path):
 @pytest.mark.parametrize("implementation", ["tritn", {"silu": "tritn"}])
 def test_unknown_implementations(tmp_path, implementation):
     ((rule, _, message, hint),) = problems(tmp_path, arms=[{"name": "a", "implementation": implementation}])
-    assert (rule, message) == ("RL312", "unknown implementation 'tritn'")
+    assert rule == "RL312" and message.startswith("unknown implementation 'tritn'")
     assert "did you mean 'triton'" in hint and "module:table" in hint
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rlspec import fallbacks
 from rlspec.device import observe
 from rlspec.device.observe import Seen
 from tests import benches
@@ -65,21 +66,21 @@ def test_what_computes_is_the_librarys(call, name):
     made = Seen()
     with made.call(launches=False):
         call(torch.ones(4, 4))
-    assert [one for one in made.torch if observe.LIBRARY.match(one)] == [name]
+    assert name in made.torch and name not in fallbacks._MOVING
 
 
 def test_attention_of_the_library_is_seen():
     made = Seen()
     with made.call(launches=False):
         F.scaled_dot_product_attention(*torch.ones(3, 1, 2, 4, 8))
-    assert any("attention" in one and observe.LIBRARY.match(one) for one in made.torch)
+    assert any("attention" in one and one not in fallbacks._MOVING for one in made.torch)
 
 
 @pytest.mark.parametrize(
-    "name", ["copy_", "view", "empty", "zeros_like", "index_select", "cat", "_to_copy", "clone", "add"]
+    "name", ["copy_", "view", "empty", "zeros_like", "index_select", "cat", "_to_copy", "clone", "sort"]
 )
 def test_moving_and_making_data_is_nobodys_fallback(name):
-    assert not observe.LIBRARY.match(name)
+    assert name in fallbacks._MOVING
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_watching_leaves_triton_as_it_was():
     ],
 )
 def test_what_ran_against_what_was_declared(backend, ran, problem):
-    found = observe.broken(backend, ran)
+    found = fallbacks.fallback(backend, ran.plain())
     assert found is None if problem is None else problem in found
 
 
@@ -193,7 +194,7 @@ def test_the_profiler_lists_the_kernels_of_a_call():
     made = Seen(profiling=True)
     with made.call(launches=False):
         x @ x
-    assert made.profiled and any(observe._LIBRARY_KERNEL.search(name) for name in made.profiled)
+    assert made.profiled and any(fallbacks._LIBRARY_KERNEL.search(name) for name in made.profiled)
     assert not any(character in name for name in made.profiled for character in "<(")
 
 
@@ -267,8 +268,8 @@ for name, one in mine.table.items():
     mine.chosen = {{"silu": one}}
     on = benches.bench(Path({folder!r}), ["silu"], "mine:chosen", layouts=["singletons", "repeated"])
     cell = benches.measured(on)["cells"][0]
-    category = benches.judged(on)["silu", "forward_invariance"].category
-    found[name] = [cell["provenance"], cell["seen"]["triton"], cell["error"] or cell["blocked"], category]
+    verdict = benches.judged(on)["silu", "forward_invariance"]
+    found[name] = [verdict.reason, cell["seen"]["triton"], cell["error"] or cell["blocked"], verdict.category]
 print(json.dumps(found))
 """
 
@@ -287,18 +288,18 @@ def interpreted(tmp_path_factory):
 
 
 def test_a_kernel_under_the_interpreter_is_seen(interpreted):
-    assert interpreted["keeps_to_it"] == [None, ["half_kernel"], None, "green"]
+    assert interpreted["keeps_to_it"][1:] == [["half_kernel"], None, "green"], interpreted["keeps_to_it"][0]
 
 
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
         ("falls_back", "the candidate declares triton, and no triton kernel was launched"),
-        ("falls_back_for_few", "of its calls launched no triton kernel"),
+        ("falls_back_for_few", "the candidate declares triton, and torch computed mul"),
         ("computes_beside_a_decoy", "the candidate declares triton, and torch computed silu"),
         ("backward_of_torch", "the candidate declares triton, and torch computed sigmoid"),
     ],
 )
 def test_a_fallback_is_seen_and_its_cell_is_an_error(interpreted, name, problem):
-    provenance, _, error, category = interpreted[name]
-    assert error is None and problem in provenance and category == "red_provenance"
+    reason, _, error, category = interpreted[name]
+    assert error is None and problem in reason and category == "red_provenance"

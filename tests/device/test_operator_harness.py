@@ -430,5 +430,5 @@ def test_another_process_that_fails_is_no_agreement(tmp_path, capfd):
     (tmp_path / "run.py").write_text("raise SystemExit(3)\n")
     on = benches.bench(tmp_path, ["silu"], "canonical", layouts=["other_process"])
     found = by_judgment(on)
-    assert found["forward_invariance"] == found["gradient_invariance"] == "red_verdict"
+    assert found["forward_invariance"] == found["gradient_invariance"] == "broken"
     assert "the process for the layout other_process ended with 3" in capfd.readouterr().out

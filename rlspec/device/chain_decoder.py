@@ -1,0 +1,212 @@
+"""A decoder that is trained: its backward hands the rows of every weight to a `Ledger`, and parameters get no `.grad`.
+
+Weights. Each use of a weight takes it without a graph. If its operator owns the weight's gradient, a hook on the result
+hands over the operator's input and the gradient that arrives; if not, the use gets a leaf of its own, whose gradient
+is added to an fp32 sum and forgotten. Either way a call leaves nothing behind but the sums.
+
+Attention. One autograd function a layer over all chunks: forward in each chunk, backward once a sample on whole
+sequences, put together from the chunks. If the operator does not offer that, autograd goes back chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from rlspec.device.chain_gradients import Ledger, Use
+from rlspec.device.decoder import Cache, Decoder, Site, Span
+from rlspec.device.execution import NoBackward
+from rlspec.device.gradients import Identity, WeightGradient
+from rlspec.device.operators import Operators, Routing, Segment, Segments
+
+# Operators whose second argument is a parameter: of rows as the call has them, and of rows on their way to experts,
+# whose weights nobody owns yet.
+ROWS = ("embedding", "rms_norm", "qk_norm", "det_gemm", "lm_head")
+ROUTED = ("router", "grouped_gemm")
+
+Self = TypeVar("Self", bound="TrainingDecoder")
+
+
+class TrainingDecoder(Decoder):
+    """See the module. `begin` comes before each forward; each forward is followed by its backward.
+
+    Doors to override: those of `Decoder`, and `attention_forward` and `attention_backward`. With `recompute` an
+    operator that owns nothing keeps its arguments alone, of a weight the parameter that it comes from, and runs again
+    on the way back.
+    """
+
+    ledger: Ledger
+    recompute: bool
+    spans: Sequence[Span]
+    stored: torch.dtype
+
+    @classmethod
+    def of(
+        cls: type[Self],
+        decoder: Decoder,
+        operators: Operators,
+        *,
+        dtype: torch.dtype | None = None,
+        recompute: bool = False,
+    ) -> Self:
+        """On the parameters and in the profile of `decoder`, with working dtype `dtype` if that is to be another."""
+        made = cls(decoder.architecture, operators, dtype=dtype or decoder.dtype, device="meta")
+        made.profile, made.stored, made.recompute = decoder.profile, decoder.dtype, recompute
+        for name, parameter in decoder.named_parameters():
+            path, _, last = name.rpartition(".")
+            made.get_submodule(path).register_parameter(last, parameter)
+        return made
+
+    def begin(self, ledger: Ledger, chunks: Sequence[Identity], spans: Sequence[Span]) -> None:
+        """Before each call: where its gradients go, which rows its chunks have, where its samples stand."""
+        ledger.begin(chunks)
+        self.ledger, self.spans = ledger, spans
+
+    def weight(self, name: str) -> Tensor:
+        """A parameter as the decoder that it is of works with it, in this one's working dtype; without a graph."""
+        return self.get_parameter(name).detach().to(self.stored).to(self.dtype)
+
+    def operate(self, at: Site, name: str, operator: str, *arguments: Any, **options: Any) -> Any:
+        call = partial(super().operate, at, name, operator, **options)
+        if operator not in ROWS + ROUTED:
+            return _recomputed(call, arguments) if self.recompute else call(*arguments)
+        promise = getattr(getattr(self.operators, operator), "weight_gradient", None)
+        if promise is None or operator in ROUTED:
+            return self._by_autograd(self._use(at, name), call, *arguments)
+        x, weight = arguments
+        known = {"lengths": self.ledger.lengths} | {key: options[key] for key in ("eps",) if key in options}
+        return self._owned(at, self._use(at, name), call(x, weight), x, partial(promise, weight, **known))
+
+    def attend(
+        self, sites: Sequence[Site], parts: Sequence[tuple[Tensor, Tensor, Tensor]], cache: Cache | None
+    ) -> list[Tensor]:
+        """Backward once a sample, if the operator offers it; else autograd goes back chunk by chunk."""
+        operator = self.operators.attention
+        if not (hasattr(operator, "forward") and hasattr(operator, "backward")):
+            return super().attend(sites, parts, cache)
+        found = _Attention.apply(self, sites, self.spans, *(x for part in parts for x in part))
+        for at, out in zip(sites, found, strict=True):
+            at.show("self_attn", "attention", out)
+        return list(found)
+
+    def attention_forward(self, at: Site, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """A chunk's queries [B, T, Hq, D] and all keys up to its end -> out and log-sum-exp [B, T, Hq]."""
+        operator: Any = self.operators.attention
+        return operator.forward(query, key, value, at.chunk.segments, scale=self._scale)  # type: ignore[no-any-return]
+
+    def attention_backward(self, at: Site, *saved: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key, value, out, log-sum-exp and the gradient of out of one whole sample -> dq, dk, dv."""
+        operator: Any = self.operators.attention
+        return operator.backward(*saved, segments, scale=self._scale)  # type: ignore[no-any-return]
+
+    @property
+    def _scale(self) -> float:
+        return self.architecture.head_dim**-0.5
+
+    def _use(self, at: Site, name: str) -> Use:
+        full = name if at.layer is None else f"model.layers.{at.layer}.{name}"
+        full += "" if name.startswith("mlp.experts.") else ".weight"
+        tied = full == "lm_head.weight" and self.architecture.tie_word_embeddings
+        return Use("model.embed_tokens.weight" if tied else full, full)
+
+    def _owned(self, at: Site, use: Use, out: Tensor, x: Tensor, make: Callable[[], WeightGradient]) -> Tensor:
+        if not x.is_floating_point():
+            out = out.detach().requires_grad_()  # nothing is behind an embedding
+        if not out.requires_grad:
+            raise NoBackward(f"{use.name}: no gradient flows through its operator")
+        held = [(x.detach(), make)]
+
+        def hand(dy: Tensor) -> None:
+            x, make = held.pop()  # so that neither is kept until the whole graph goes
+            self.ledger.hand(use, make, at.chunk.index, x, dy)
+
+        out.register_hook(hand)
+        return out
+
+    def _by_autograd(self, use: Use, call: Callable[..., Any], x: Tensor, weight: Tensor, *others: Any) -> Any:
+        def run(fetch: Callable[[], Tensor], x: Tensor, *others: Any) -> Any:
+            leaf = fetch().detach().requires_grad_()
+            leaf.register_post_accumulate_grad_hook(partial(self.ledger.take, use))
+            return call(x, leaf, *others)
+
+        if self.recompute:
+            return _recomputed(partial(run, partial(self.weight, use.parameter)), (x, *others))
+        return run(lambda: weight, x, *others)
+
+
+class _Attention(Function):
+    """Query, key and value of every chunk of a layer -> out of every chunk; on the way back one sample at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, decoder: TrainingDecoder, sites: Sequence[Site], spans: Sequence[Span], *parts: Tensor
+    ) -> Any:
+        query, key, value = (_columns(parts[slot::3]) for slot in range(3))
+        found = []
+        for at, chunk_query in zip(sites, parts[0::3], strict=True):
+            stop = at.chunk.stop
+            found.append(decoder.attention_forward(at, chunk_query, key[:, :stop], value[:, :stop]))
+        outs, sums = zip(*found, strict=True)
+        ctx.save_for_backward(query, key, value, _columns(outs), _columns(sums))
+        ctx.decoder, ctx.sites, ctx.spans = decoder, sites, spans
+        return outs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        whole = (*ctx.saved_tensors, _columns(upstream))
+        totals = [torch.zeros_like(x) for x in whole[:3]]
+        for row, start, length in ctx.spans:
+            place = slice(row, row + 1), slice(start, start + length)
+            alone = Segments((Segment(0, 0, length, 0, length),), 1, length, length, whole[0].device)
+            found = ctx.decoder.attention_backward(ctx.sites[0], *(x[place] for x in whole), segments=alone)
+            for total, part in zip(totals, found, strict=True):
+                total[place] = part
+        columns = [slice(at.chunk.start, at.chunk.stop) for at in ctx.sites]
+        return None, None, None, *(total[:, chunk] for chunk in columns for total in totals)
+
+
+class _Recomputed(Function):
+    """compute(*arguments) again on the way back, so that the graph keeps the arguments and nothing in between."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., Any], anchor: Tensor, *arguments: Any) -> Any:
+        tensors = [one for one in arguments if isinstance(one, Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.compute, ctx.rest = compute, [None if isinstance(one, Tensor) else one for one in arguments]
+        ctx.tensors = [index for index, one in enumerate(arguments) if isinstance(one, Tensor)]
+        out = compute(*arguments)
+        if not isinstance(out, Tensor):
+            ctx.mark_non_differentiable(*(one for one in out if not one.is_floating_point()))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        arguments = list(ctx.rest)
+        for index, tensor in zip(ctx.tensors, ctx.saved_tensors, strict=True):
+            arguments[index] = tensor.detach().requires_grad_(ctx.needs_input_grad[2 + index])
+        with torch.enable_grad():
+            found = ctx.compute(*arguments)
+        outs = (found,) if isinstance(found, Tensor) else found
+        pairs = [(out, dy) for out, dy in zip(outs, upstream, strict=True) if out.requires_grad]
+        if not pairs:
+            raise NoBackward("no gradient flows through an operator that is computed again")
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, None, *(one.grad if isinstance(one, Tensor) else None for one in arguments)
+
+
+def _recomputed(compute: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    anchor = torch.empty(0, requires_grad=True)  # an embedding's ids ask for no gradient
+    out = _Recomputed.apply(compute, anchor, *arguments)
+    return out if isinstance(out, Tensor) else Routing(*out)
+
+
+def _columns(chunks: Sequence[Tensor]) -> Tensor:
+    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks), 1)

@@ -1,0 +1,45 @@
+"""Did the kernels run that a candidate declares? From the names of what was seen to run, and nothing else.
+
+A candidate that declares own kernels may let torch make and move data; what torch computed is a fallback.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Operators of torch that make, move, compare or sort data. Any other is arithmetic.
+_MOVING = frozenset((
+    "_local_scalar_dense", "_pin_memory", "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "all", "aminmax",
+    "any", "arange", "as_strided", "bitwise_and", "bitwise_not", "bitwise_or", "cat", "chunk", "clamp", "clamp_max",
+    "clamp_min", "clone", "constant_pad_nd", "contiguous", "copy_", "detach", "detach_", "empty", "empty_like",
+    "empty_strided", "eq", "equal", "expand", "fill", "fill_", "flatten", "full", "full_like", "gather", "ge", "gt",
+    "index_select", "is_nonzero", "is_pinned", "isfinite", "isnan", "item", "le", "lift_fresh", "logical_and",
+    "logical_not", "logical_or", "lt", "masked_fill", "masked_fill_", "narrow", "ne", "new_empty",
+    "new_empty_strided", "new_full", "new_zeros", "ones", "ones_like", "pad", "permute", "pin_memory",
+    "promote_types", "record_stream", "reshape", "scalar_tensor", "searchsorted", "select", "set_", "slice", "sort",
+    "split", "split_with_sizes", "squeeze", "stack", "t", "to", "transpose", "unbind", "unflatten", "unsqueeze",
+    "view", "where", "zero_", "zeros", "zeros_like",
+))  # fmt: skip
+_LIBRARY_KERNEL = re.compile(
+    r"cublas|cutlass|cudnn|flash|fmha|nvjet|xmma|gemm|gemv|softmax|layer_norm|rms_norm|silu", re.I
+)
+
+
+def fallback(backend: str | None, seen: Mapping[str, Any]) -> str | None:
+    """Why what ran is not what the candidate declares, or None; who declares no backend may run anything."""
+    if backend is None:
+        return None
+    if backend not in ("triton", "cuda"):
+        return f"the candidate declares the backend {backend!r}; known: triton, cuda"
+    declares = f"the candidate declares {backend}"
+    if not seen["triton" if backend == "triton" else "native"]:
+        return f"{declares}, and no {backend} kernel was launched"
+    if computed := [name for name in seen["torch"] if name not in _MOVING]:
+        return f"{declares}, and torch computed {', '.join(computed[:4])}"
+    if idle := seen["calls_without_launch"]:
+        return f"{declares}, and {idle} of its calls launched no {backend} kernel"
+    known = {*seen["triton"], *seen["native"]}
+    foreign = [name for name in seen["profiled"] or () if name not in known and _LIBRARY_KERNEL.search(name)]
+    return f"{declares}, and the profiler saw {foreign[0][:80]}" if foreign else None
