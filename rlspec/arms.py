@@ -156,6 +156,10 @@ def _environment(spec: Spec, step: Step, tree: Path | None, observed: Path) -> d
     ours = spec.template is not None or (spec.trainer is not None and TRAINERS[spec.trainer.name].own_records)
     if tree is None and ours:
         environment["PYTHONPATH"] += f"{os.pathsep}{PACKAGE.parent}"  # run from a checkout, rlspec is not installed
+    if tree is not None and spec.template is not None:  # what lies beside the spec is that of the revision
+        top = repository.top(spec.path.parent.resolve())
+        if top is not None:
+            environment["RLSPEC_SPEC_DIR"] = str(tree / spec.path.parent.resolve().relative_to(top))
     environment["RLSPEC_RECORDS"] = str(step.records)  # beside the earlier ones where an arm is tried again
     return environment
 

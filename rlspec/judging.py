@@ -202,8 +202,13 @@ def _planned_contract(path: Path, planned: Mapping[str, Any], name: str | None) 
 
 def _from_measured(path: Path, given: dict[str, Any], contract_name: str | None) -> dict[str, Any]:
     """Judge the cells of a report again, from the numbers in it. Raises RunError if they were touched."""
-    if measurements.seal(given["measured"]) != given["seal"]:
-        raise RunError(f"{path}: what was measured has been edited since: it does not have the seal beside it")
+    lacking = [name for name in ("seal", "workload", "operators") if name not in given]
+    if lacking or given["kind"] != "operators" or "data" not in given["spec"]:
+        raise RunError(f"{path} holds measurements, but not all that their verdicts are derived from")
+    if measurements.seal(given) != given["seal"]:
+        raise RunError(
+            f"{path} has been edited since: what its verdicts are derived from does not have the seal beside it"
+        )
     measurements.check(path, given["measured"])
     workload = given["workload"]
     if workloads.digest(workload["data"]) != workload["digest"]:

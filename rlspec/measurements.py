@@ -99,7 +99,9 @@ def read(path: Path, arm: str) -> dict[str, Any]:
         else:
             raise RunError(f"{place}: unknown record {kind!r}")
     if environment is None or not ended:
-        raise RunError(f"{path}: the records break off: there is no end line")
+        raise RunError(
+            f"{path}: the records break off after {len(cells)} cells: the process left early, with exit code 0"
+        )
     return _single(str(path), {"environment": environment, "cells": cells})
 
 
@@ -119,9 +121,10 @@ def check(path: Path, measured: Mapping[str, Any]) -> None:
         _single(place, arm)
 
 
-def seal(measured: Mapping[str, Any]) -> str:
-    """SHA-256 over all cells of all arms as canonical JSON: a number or digest that is edited breaks it."""
-    text = json.dumps(measured, sort_keys=True, separators=(",", ":"))
+def seal(report: Mapping[str, Any]) -> str:
+    """SHA-256 over all that a report's verdicts are derived from, as canonical JSON: any edit breaks it."""
+    basis = {name: report[name] for name in ("kind", "operators", "contract", "workload", "measured")}
+    text = json.dumps({**basis, "spec": report["spec"]["data"]}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -179,6 +182,14 @@ def _single(place: str, arm: dict[str, Any] | Mapping[str, Any]) -> dict[str, An
     return dict(arm)
 
 
+def _is(value: Any, types: Types) -> bool:
+    if isinstance(value, bool):
+        return bool in types
+    if types is _NUMBER and isinstance(value, str):
+        return value in ("nan", "inf", "-inf")
+    return isinstance(value, types)
+
+
 def _formed(
     place: str,
     line: Mapping[str, Any],
@@ -192,6 +203,6 @@ def _formed(
         raise RunError(f"{place}: unknown {', '.join(sorted(unknown))}")
     for key, value in line.items():
         types = wanted.get(key) or (optional or {}).get(key)
-        if types and (not isinstance(value, types) or (isinstance(value, bool) and bool not in types)):
+        if types and not _is(value, types):
             raise RunError(f"{place}: {key} is {value!r}")
     return dict(line)

@@ -66,6 +66,7 @@ def build(
     }
     if spec.workload:
         report |= _measured(spec, contract, results)
+        report["seal"] = measurements.seal(report)
     return expected(spec, report)
 
 
@@ -84,7 +85,6 @@ def _measured(spec: Spec, contract: contracts.Contract, results: Sequence[Result
         "workload": {"name": load["name"], "digest": workloads.digest(load), "data": dict(load)},
         "operators": list(operators.chosen(spec)),
         "measured": measured,
-        "seal": measurements.seal(measured),
     }
 
 

@@ -108,7 +108,6 @@ def contract_rows(
             except SpecError as error:
                 message, hint = hinted(error)
                 yield at(document, f"/judgments/{index}", "RL224", message, hint)
-                break
 
 
 def row_names(given: str | dict[str, Any]) -> list[str]:

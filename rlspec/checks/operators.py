@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from rlspec.model import Arm, Document, Judgment, Problem, Result, Row, Spec, Ve
 from rlspec.workloads import Workload
 
 TEMPLATE = catalog.SHIPPED.parent / "templates" / "operators" / "run.py.j2"
+_TABLE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 FAMILIES = ("qwen3", "qwen3_moe")
 _NEEDED = {  # in a model entry, and in a config.json
     "hidden_size": "hidden_size",
@@ -34,6 +36,7 @@ def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         if isinstance(given, str):
             yield from _implementation(document, pointer, given, nodes.IMPLEMENTATIONS)
             continue
+        yield from _uncovered(document, data, index, given)
         for operator, name in given.items():
             if operator in nodes.NODES:
                 known = nodes.implemented(operator)
@@ -44,10 +47,24 @@ def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
                 yield common.at(document, f"{pointer}/{escape(operator)}", "RL311", message, hint)
 
 
+def _uncovered(document: Document, data: dict[str, Any], index: int, given: dict[str, str]) -> Iterator[Problem]:
+    """Operators that would be judged as plain torch, since a mapping leaves them out."""
+    if missing := [name for name in data.get("operators", ()) if name in nodes.NODES and name not in given]:
+        message = f"arm {data['arms'][index]['name']} names no implementation of {', '.join(missing)}"
+        hint = f"plain {nodes.DEFAULT} is judged only where it is named"
+        yield common.at(document, f"/arms/{index}/implementation", "RL312", message, hint)
+    elif "operators" not in data:
+        message = "a mapping of implementations needs operators: to be named"
+        yield common.at(document, f"/arms/{index}/implementation", "RL312", message, "add operators: with its keys")
+
+
 def _implementation(
     document: Document, pointer: str, name: str, known: Sequence[str], what: str = ""
 ) -> Iterator[Problem]:
-    if ":" not in name and name not in known:
+    if ":" in name and not _TABLE.fullmatch(name):
+        hint = "a module's dotted name, a colon, the name of a table or function in it"
+        yield common.at(document, pointer, "RL312", f"{name!r} is no module:table", hint)
+    elif ":" not in name and name not in known:
         hint = f"{schema.suggestion(name, known)}, or module:table of your own"
         yield common.at(document, pointer, "RL312", f"unknown implementation {name!r}{what}", hint)
 
@@ -83,8 +100,14 @@ def workload(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
 
 def _nothing_asked(document: Document, data: dict[str, Any], made: Workload) -> Iterator[Problem]:
     """Cells in which there would be nothing to compare."""
+    if unknown := sorted({name for tier in made.tiers for name in tier.operators} - set(nodes.NODES)):
+        message = f"workload {made.name} names an unknown operator {unknown[0]!r}"
+        yield common.at(document, "/workload", "RL314", message, schema.suggestion(unknown[0], nodes.NODES))
     names = [name for name in data.get("operators", made.operators) if name in nodes.NODES]
     for name in names:
+        if not any(nodes.tiers(name, made.tiers)):
+            message = f"workload {made.name} has no tier for operator {name}"
+            yield common.at(document, "/workload", "RL314", message, "add it to the workload's operators")
         for tier in nodes.tiers(name, made.tiers):
             for judgment in nodes.judged(tier, data.get("judgments", nodes.JUDGMENTS)):
                 empty = not any(nodes.expected(name, tier, judgment, data.get("requires", {}).get("device", "cpu")))
@@ -118,7 +141,13 @@ def _lacking(data: dict[str, Any], operator: str) -> str:
 
 
 def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
-    yield from common.contract_rows(document, data, subjects=("elementwise", "reduction", "attention", "logprob"))
+    try:
+        default = catalog.workload(data["workload"], document.path.parent)["operators"]
+    except (SpecError, KeyError):
+        return  # said by the rule of the workload
+    named = [name for name in data.get("operators", default) if name in nodes.NODES]
+    families = sorted({nodes.NODES[name].family for name in named if not nodes.NODES[name].not_applicable})
+    yield from common.contract_rows(document, data, subjects=families)
 
 
 RULES: tuple[tuple[common.Rule, tuple[str, ...]], ...] = (
@@ -126,7 +155,7 @@ RULES: tuple[tuple[common.Rule, tuple[str, ...]], ...] = (
     (model, ("model",)),
     (workload, ("workload",)),
     (operators, ("operators", "model", "arms")),
-    (contract_rows, ("judgments", "contract", "dtype")),
+    (contract_rows, ("judgments", "contract", "dtype", "workload", "operators")),
     (common.question, ("question",)),
 )
 

@@ -132,6 +132,9 @@ def _rows(
     if one.made:
         count = one.shape[0] if one.shape else 1
         ids = fills.integers(tier.seed, sample.id, positions, count, one.below, one.offset + changed)
+        if not one.shape and not changed:  # the first and the last id stand in every longer sample
+            ids = torch.where(torch.tensor(positions).view(-1, 1) == 1, 0, ids)
+            ids = torch.where(torch.tensor(positions).view(-1, 1) == 2, one.below - 1, ids)
         return ids if one.shape else ids[:, 0]
     width = 1
     for size in one.shape:

@@ -77,7 +77,11 @@ class _Execution:
     def run(self) -> Results:
         with _stream(self.layout, self.subject.device):
             for call in self.layout.calls:
-                self._call(call)
+                try:
+                    self._call(call)
+                except Exception as error:
+                    error.place = f"in {self.layout.name}, a call of {call.rows} × {call.width} tokens"  # type: ignore[attr-defined]
+                    raise
             if self.backward and self.whole_backward and not self._whole_samples():
                 self._backward_by_sample()
             if self.backward and self.owned is not None:
@@ -130,6 +134,7 @@ class _Execution:
             found = torch.autograd.grad(
                 differentiable, list(leaves.values()), list(upstream.values()), allow_unused=True
             )
+        self._kept(upstream, call)
         for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
             if gradient is None:
                 raise NoBackward(f"no gradient reaches {name}")
@@ -218,6 +223,7 @@ class _Execution:
         operator: Any = self.subject.operator
         with self.seen.call(launches=True):
             found = operator.backward(*tokens.values(), out, lse, dy, segments, **self.subject.case.options)
+        self._kept({"out": dy}, call)
         for name, gradient in zip(self.node.tensors, found, strict=True):
             if gradient.shape != tokens[name].shape or gradient.dtype != tokens[name].dtype:
                 raise ValueError(f"the gradient of {name} is {_told(gradient)}; {_told(tokens[name])} is due")
@@ -233,6 +239,13 @@ class _Execution:
             segments = segments_of(call, self.subject.device)
             self._attention_backward(call, tokens, out, lse, self._upstream("out", call), segments)
             start += sample.queries
+
+    def _kept(self, upstream: Tensors, call: Call) -> None:
+        if self.layout.name != layouts.CANONICAL or self.subject.wide is not None:
+            return
+        for name, dy in upstream.items():
+            if not comparing.identical(dy, self._upstream(name, call)):
+                raise ValueError(f"the backward writes into the upstream gradient of {name}")
 
     def _untouched(self, tokens: Tensors, call: Call) -> None:
         for name, x in tokens.items():

@@ -243,13 +243,12 @@ class ContiguousCache(_Cache):
                 raise RunError(f"sample {part.sample!r}, position {size}: the cache holds {size} positions a sample")
 
     def _grid(self, store: Tensor) -> Tensor:
-        """A view where row r is block r + constant for every part, one a row; else a copy."""
+        """A view where row r is block r + constant for every part; else a copy, as for two samples in one row."""
         shifts = {self._blocks[part.sample][0] - part.span.row for part in self.parts}
-        first, rows = min(shifts), self.segments.rows
-        apart = all(entry.key_start == 0 for entry in self.segments.entries)
-        if len(shifts) > 1 or not apart or first < 0 or first + rows > len(store):
+        first = min(shifts)
+        if len(shifts) > 1 or first < 0:
             return super()._grid(store)
-        return store[first : first + rows, :, : self.segments.keys].transpose(1, 2)
+        return store[first : first + self.segments.rows, :, : self.segments.keys].transpose(1, 2)
 
 
 class PagedCache(_Cache):

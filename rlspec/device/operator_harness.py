@@ -58,7 +58,9 @@ class Bench:
 
 def bench(run_file: Path, config: Mapping[str, Any], arm: Mapping[str, Any]) -> Bench:
     """From a run file's configuration and the arm's entry in plan.json. Raises ValueError."""
-    sys.path.append(config["spec_dir"])  # a user's operators lie beside the spec, and shadow nothing
+    sys.path.append(
+        os.environ.get("RLSPEC_SPEC_DIR", config["spec_dir"])
+    )  # a user's operators lie beside the spec, and shadow nothing
     if config["dtype"] not in DTYPES:
         raise ValueError(f"operators are judged in {', '.join(DTYPES)}, not in {config['dtype']}")
     cuda = torch.cuda.is_available() and config["device"] != "cpu"
@@ -86,14 +88,14 @@ def main(on: Bench, records: Path) -> None:
         Path(wanted).write_text(json.dumps(dict(_canonical_digests(on))), encoding="utf-8")
         return
     with records.open("w", encoding="utf-8") as file:
-        writer = _Writer(file)
+        writer, environment = _Writer(file), observe.environment(on.device)
         writer.line({"record": "run", "schema_version": 1, "arm": on.arm, "kind": "operators",
-                     "environment": observe.environment(on.device)})  # fmt: skip
+                     "environment": environment})  # fmt: skip
         elsewhere = _digests_of_another_process(on)
         due = [(name, tier) for name in on.operators if not NODES[name].not_applicable
                for tier in nodes.tiers(name, on.workload.tiers)]  # fmt: skip
         for number, (operator, tier) in enumerate(due, 1):
-            said = _cell(on, operator, tier, writer, elsewhere)
+            said = _cell(on, operator, tier, writer, elsewhere, environment)
             print(f"step {number}/{len(due)} | {operator} {tier.name}: {said}", flush=True)
         writer.line({"record": "end", "cells": writer.cells, "comparisons": writer.comparisons})
 
@@ -111,9 +113,11 @@ class _Writer:
         self.comparisons += line["record"] == "comparison"
 
 
-def _cell(on: Bench, operator: str, tier: Tier, writer: _Writer, elsewhere: Mapping[str, str]) -> str:
+def _cell(
+    on: Bench, operator: str, tier: Tier, writer: _Writer, elsewhere: Mapping[str, str], environment: Mapping[str, Any]
+) -> str:
     """Write one cell; what came of it in a few words."""
-    cell, started = _Cell(on, operator, tier, elsewhere), time.monotonic()
+    cell, started = _Cell(on, operator, tier, elsewhere, environment), time.monotonic()
     try:
         cell.prepare()
         for line in cell.comparisons():
@@ -130,7 +134,9 @@ def _told(error: Exception) -> dict[str, Any]:
     text = "".join(traceback.format_exception(error)).rstrip()
     print(text, file=sys.stderr, flush=True)
     lines = [_FILE.sub(r'File "\1"', line) for line in text.splitlines()]  # whole paths are in the log alone
-    return {"message": f"{type(error).__name__}: {error}".splitlines()[0], "tail": lines[-_TAIL:]}
+    place = getattr(error, "place", "")
+    message = f"{type(error).__name__}: {error}".splitlines()[0] + (f" ({place})" if place else "")
+    return {"message": message, "tail": lines[-_TAIL:]}
 
 
 @dataclass
@@ -141,6 +147,7 @@ class _Cell:
     operator: str
     tier: Tier
     elsewhere: Mapping[str, str]
+    environment: Mapping[str, Any]
     backend: str | None = None
     blocked: str | None = None
     no_backward: str | None = None
@@ -176,9 +183,11 @@ class _Cell:
         }
 
     def _provenance(self) -> str | None:
-        """What the first line of the records cannot show: a switch that was turned on meanwhile."""
-        on = [name for name, value in observe.switches(self.on.device).items() if value]
-        return f"{' and '.join(on)} was on after the calls" if on else None
+        """What the first line of the records cannot show: state of the process that changed meanwhile."""
+        now = observe.environment(self.on.device)
+        changed = [f"{name} {self.environment[name]} to {value}" for name, value in now.items()
+                   if value != self.environment[name]]  # fmt: skip
+        return f"the operator changed {', '.join(changed)}" if changed else None
 
     def comparisons(self) -> Iterator[dict[str, Any]]:
         if self.blocked:

@@ -33,7 +33,7 @@ def writer(path: Path) -> Writer:
     if suffix in (".html", ".htm"):
         raise SpecError("HTML reports come in a later version")
     what = f"unknown suffix {suffix}" if suffix else "its name has no suffix"
-    raise SpecError(f"cannot write a report to {path}: {what}; known are {', '.join(WRITERS)}")
+    raise SpecError(f"cannot write a report to {path}: {what}; known are {', '.join(WRITERS)}, and .gz after them")
 
 
 def known(paths: Iterable[Path]) -> None:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 LENGTHS, PROMPTS = (11, 5, 16, 17), (8, 1, 3, 9)  # blocks of 16 positions: not full, full, and one more
 TOKENS = [[(37 * i + 11 * j * j + 5) % 90 for j in range(length)] for i, length in enumerate(LENGTHS)]
-COMPANY = [(7 * j) % 90 for j in range(6)]
+COMPANY = [(7 * j) % 90 for j in range(6)]  # beside them, as a fifth sample
 SAMPLES = [[0], [1], [2], [3]]
 OF_EXPERTS = ("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
@@ -40,9 +40,8 @@ def tier(**changes):
     return workloads.of({**data, "tiers": [one]}).tiers[0]
 
 
-def call(rows, width=None, left=False):
+def call(rows, width=None, left=False, lengths=(*LENGTHS, 6)):
     """Samples by row of a grid, packed where several stand in one."""
-    lengths = [*LENGTHS, len(COMPANY)]
     width = width or max(sum(lengths[index] for index in row) for row in rows)
     runs = []
     for number, row in enumerate(rows):

@@ -208,15 +208,25 @@ def test_a_write_that_goes_astray_is_counted():
     assert cache.strays() == 10
 
 
-def test_the_contiguous_cache_gives_views_where_rows_are_blocks():
+@pytest.mark.parametrize(
+    ("samples", "rows", "view"),
+    [
+        ("abcd", (0, 1, 2, 3), True),
+        ("bc", (0, 1), True),
+        ("bd", (0, 2), True),
+        ("ac", (0, 1), False),
+        ("a", (1,), False),
+    ],
+)
+def test_the_contiguous_cache_gives_views_where_rows_are_blocks(samples, rows, view):
     cache = make("contiguous", small(), samples=4)
     cache.open(*"abcd")
-    for samples, rows, view in (("abcd", range(4), True), ("bc", range(2), True), ("ac", range(2), False)):
-        cache.of(*samples).begin([Span(row, 0, 1) for row in rows], 1)
-        pair = torch.zeros(2, len(rows), 1, 2, 16, dtype=torch.bfloat16)
-        given = [cache.extend(layer, *pair)[0] for layer in (0, 1)]
-        inside = [x.untyped_storage().data_ptr() == cache.keys.untyped_storage().data_ptr() for x in given]
-        assert inside == [view, view], samples
+    spans = [Span(row, 0, 2) for row in rows]
+    wrote, came = fill(cache.of(*samples), spans, 2)
+    assert all(map(torch.equal, came, wrote))
+    cache.of(*samples).begin(spans, 2)
+    keys, _ = cache.extend(0, *pair(max(rows) + 1, 2, 2, 16))
+    assert (keys.untyped_storage().data_ptr() == cache.keys.untyped_storage().data_ptr()) is view
 
 
 def test_pages_and_their_table():
@@ -380,3 +390,11 @@ def test_more_samples_than_there_is_room_for():
     cache.open("c")  # takes no page before its first token
     with pytest.raises(RunError, match="sample 'c', position 0: no page is free of 4"):
         cache.of("c").begin([Span(0, 0, 1)], 1)
+
+
+def test_a_page_is_promised_once():
+    cache = PagedCache(small(), pages=3, page_size=4)
+    cache.open("a", "b")
+    fill(cache, [Span(0, 0, 4), Span(1, 0, 4)], 4)
+    with pytest.raises(RunError, match="sample 'b', position 4: no page is free of 3"):
+        cache.begin([Span(0, 0, 1), Span(1, 0, 1)], 1)
