@@ -202,8 +202,8 @@ def _planned_contract(path: Path, planned: Mapping[str, Any], name: str | None) 
 
 def _from_measured(path: Path, given: dict[str, Any], contract_name: str | None) -> dict[str, Any]:
     """Judge the cells of a report again, from the numbers in it. Raises RunError if they were touched."""
-    lacking = [name for name in ("seal", "workload", "operators") if name not in given]
-    if lacking or given["kind"] != "operators" or "data" not in given["spec"]:
+    lacking = [name for name in ("seal", "workload", "operators", "contract", "spec") if not given.get(name)]
+    if lacking or given["kind"] != "operators" or "data" not in given["spec"] or "rows" not in given["contract"]:
         raise RunError(f"{path} holds measurements, but not all that their verdicts are derived from")
     if measurements.seal(given) != given["seal"]:
         raise RunError(
@@ -222,6 +222,7 @@ def _from_measured(path: Path, given: dict[str, Any], contract_name: str | None)
     made = CHECKS[spec.kind].judge(spec, results, contract)
     report = build(spec, contract, (), {}, made, None, results)
     report |= {key: given[key] for key in ("arms", "overrides", "spec")}
+    report["seal"] = measurements.seal(report)
     before = [(one["judgment"], one["subject"], one["status"]) for one in given["verdicts"]]
     if before != [(one["judgment"], one["subject"], one["status"]) for one in report["verdicts"]]:
         report["notes"].append(f"the verdicts are not those that stand in {path}")

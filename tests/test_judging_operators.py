@@ -76,7 +76,7 @@ def lines(made, operator="silu"):
 
 
 def resealed(made):
-    return {**made, "seal": measurements.seal(made["measured"])}
+    return {**made, "seal": measurements.seal(made)}
 
 
 def test_the_run_found_what_torch_does(given):
@@ -126,14 +126,14 @@ def test_records_of_the_run_folder_that_were_edited_are_refused(run, tmp_path, m
 
 def test_one_row_less(elsewhere, given):
     del lines(given)[3]
-    assert "what was measured has been edited since" in refused(given)
+    assert "has been edited since" in refused(given)
 
 
 @pytest.mark.parametrize("key", ["digest", "against_digest", "differing", "elements", "limits"])
 def test_one_number_or_digest_edited(elsewhere, given, key):
     line = next(one for one in lines(given, "det_gemm") if one.get("differing"))
     line[key] = 0 if key == "differing" else {"differing_elements": 1e9} if key == "limits" else "0"
-    assert "it does not have the seal beside it" in refused(given)
+    assert "does not have the seal beside it" in refused(given)
 
 
 def test_one_error_edited(elsewhere, given):
@@ -175,14 +175,15 @@ def test_a_difference_hidden_under_a_new_seal_is_an_error_of_its_cell(elsewhere,
 
 def test_an_edited_workload(elsewhere, given):
     given["workload"]["data"]["tiers"][0]["layouts"].pop()
-    assert "the workload has been edited since" in refused(given)
+    assert "has been edited since" in refused(given)
+    assert "the workload has been edited since" in refused(resealed(given))
 
 
 def test_another_workload_under_its_own_digest_is_an_error_of_the_cells(elsewhere, given):
     workload = given["workload"]
     workload["data"]["tiers"][0]["permutation"] = [1, 2, 0]
     workload["digest"] = workloads.digest(workload["data"])
-    _, made = judge(given)
+    _, made = judge(resealed(given))
     found = of(made, "silu", "forward_invariance")
     assert found["status"] == "ERROR" and found["reason"] == "the layouts are not those of the workload"
 
@@ -190,7 +191,26 @@ def test_another_workload_under_its_own_digest_is_an_error_of_the_cells(elsewher
 def test_edited_limits_of_the_contract(elsewhere, given):
     row = next(row for row in given["contract"]["rows"] if row["judgment"] == "forward_accuracy")
     row["limits"]["atol"] = 1.0
-    assert "the contract's rows do not have the digest" in refused(given)
+    assert "the contract's rows do not have the digest" in refused(resealed(given))
+
+
+@pytest.mark.parametrize("edit", ["operators", "judgments", "arms", "expect"])
+def test_what_was_asked_cannot_be_made_less(elsewhere, given, edit):
+    if edit == "operators":
+        given["operators"].remove("det_gemm")
+    else:
+        given["spec"]["data"][edit] = {"judgments": ["forward_accuracy"], "arms": [], "expect": "FAIL"}[edit]
+    assert "has been edited since" in refused(given)
+
+
+@pytest.mark.parametrize("key", ["seal", "workload", "operators"])
+def test_a_report_without_what_its_verdicts_rest_on(elsewhere, given, key):
+    del given[key]
+    assert refused(given)
+
+
+def test_a_report_of_another_kind(elsewhere, given):
+    assert "not all that their verdicts are derived from" in refused({**given, "kind": "correctness"})
 
 
 def test_edited_verdicts_do_not_last(elsewhere, given):

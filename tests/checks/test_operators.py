@@ -50,16 +50,30 @@ def test_a_sound_spec(tmp_path):
 def test_unknown_operators(tmp_path):
     ((rule, line, message, hint),) = problems(tmp_path, operators=["silu", "rop"])
     assert (rule, message) == ("RL311", "unknown operator 'rop'") and "did you mean 'rope'" in hint and line == 7
-    arms = [{"name": "a", "implementation": {"swiglo": "torch"}}]
+    arms = [{"name": "a", "implementation": {"silu": "torch", "rope": "torch", "swiglo": "torch"}}]
     ((rule, _, message, hint),) = problems(tmp_path, arms=arms)
     assert (rule, message) == ("RL311", "unknown operator 'swiglo'") and "did you mean 'swiglu'" in hint
 
 
-@pytest.mark.parametrize("implementation", ["tritn", {"silu": "tritn"}])
+@pytest.mark.parametrize("implementation", ["tritn", {"silu": "tritn", "rope": "torch"}])
 def test_unknown_implementations(tmp_path, implementation):
     ((rule, _, message, hint),) = problems(tmp_path, arms=[{"name": "a", "implementation": implementation}])
     assert rule == "RL312" and message.startswith("unknown implementation 'tritn'")
     assert "did you mean 'triton'" in hint and "module:table" in hint
+
+
+def test_a_mapping_covers_the_operators(tmp_path):
+    arms = [{"name": "a", "implementation": {"silu": "torch"}}]
+    ((rule, _, message, _),) = problems(tmp_path, arms=arms)
+    assert (rule, message) == ("RL312", "arm a names no implementation of rope")
+    ((rule, _, message, _),) = problems(tmp_path, operators=None, arms=arms)
+    assert (rule, message) == ("RL312", "a mapping of implementations needs operators: to be named")
+
+
+@pytest.mark.parametrize("implementation", ["./mine.py:table", ":table", "mine:", "mine:table:more"])
+def test_what_is_no_module_and_table(tmp_path, implementation):
+    ((rule, _, message, _),) = problems(tmp_path, arms=[{"name": "a", "implementation": implementation}])
+    assert rule == "RL312" and "is no module:table" in message
 
 
 def test_models_that_operators_are_not_judged_for(tmp_path):

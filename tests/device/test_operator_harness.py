@@ -257,7 +257,10 @@ def test_a_raise_ends_its_own_cell_and_tells_its_last_lines(harness, capsys):
     assert {judged["silu", one].category for one in nodes.JUDGMENTS} == {"raised"}
     assert {judged["rope", one].category for one in nodes.JUDGMENTS} == {"green"}
     error = found["cells"][0]["error"]
-    assert error["message"] == "RuntimeError: no such kernel" and len(error["tail"]) <= 6
+    assert (
+        error["message"] == "RuntimeError: no such kernel (in BN/full, a call of 1 × 11 tokens)"
+        and len(error["tail"]) <= 6
+    )
     assert any("raise RuntimeError" in line for line in error["tail"])
     assert "silu one: RuntimeError: no such kernel" in capsys.readouterr().out
 
@@ -282,7 +285,63 @@ def test_a_raise_in_the_middle_leaves_no_half_cell_that_passes(harness):
 )
 def test_a_result_that_does_not_fit_is_told_in_a_sentence(harness, candidate, message):
     on = harness(silu=candidate)
-    assert {found.reason for found in benches.judged(on).values()} == {message}
+    assert {found.reason for found in benches.judged(on).values()} == {
+        f"{message} (in BN/full, a call of 1 × 11 tokens)"
+    }
+
+
+def _overwrites(x):
+    made = canonical.silu(x)
+    x.data.zero_()
+    return made
+
+
+class _OverwritesUpstream(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        made = upstream.clone()
+        upstream.zero_()
+        return made
+
+
+@pytest.mark.parametrize(
+    ("candidate", "message"),
+    [
+        (_overwrites, "ValueError: the operator writes into its input x"),
+        (lambda x: _OverwritesUpstream.apply(x), "ValueError: the backward writes into the upstream gradient of out"),
+    ],
+)
+def test_what_an_operator_is_given_stays_as_it_is(harness, candidate, message):
+    for found in benches.judged(harness(silu=candidate)).values():
+        assert found.category == "raised" and found.reason.startswith(message)
+
+
+@pytest.mark.parametrize("name", ["deterministic", "threads", "default_dtype"])
+def test_what_an_operator_changes_of_its_process_is_no_green(harness, name):
+    before = (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), torch.get_default_dtype())
+
+    def silu(x):
+        if name == "deterministic":
+            torch.use_deterministic_algorithms(not before[0])
+        elif name == "threads":
+            torch.set_num_threads(before[1] + 1)
+        made = canonical.silu(x)
+        if name == "default_dtype":
+            torch.set_default_dtype(torch.float64)
+        return made
+
+    try:
+        found = benches.judged(harness(silu=silu))
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_num_threads(before[1])
+        torch.set_default_dtype(before[2])
+    assert {one.category for one in found.values()} == {"red_provenance"}
+    assert all(name in one.reason for one in found.values())
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ def test_html_comes_later() -> None:
 def test_an_unknown_suffix_lists_the_known(name: str, what: str) -> None:
     with pytest.raises(SpecError) as caught:
         report.known([Path("a.json"), Path(name)])
-    assert str(caught.value) == f"cannot write a report to {name}: {what}; known are .json, .md, .xml"
+    known = "known are .json, .md, .xml, and .gz after them"
+    assert str(caught.value) == f"cannot write a report to {name}: {what}; {known}"
 
 
 def test_write_makes_the_folder_and_leaves_nothing_else(tmp_path: Path) -> None:
