@@ -276,10 +276,8 @@ def test_records_come_back_as_they_were_written(records):
 def test_records_that_break_off(records):
     path, lines = records
     for count in range(1, len(lines), 7):
-        assert (
-            refused(path, lines[:-count])
-            == f": the records break off after {cells_of(lines[:-count])} cells: the process left early, with exit code 0"
-        )
+        told = f": the records break off after {cells_of(lines[:-count])} cells"
+        assert refused(path, lines[:-count]) == f"{told}: the process left early, with exit code 0"
     path.write_text("")
     with pytest.raises(RunError, match="break off"):
         measurements.read(path, "a")

@@ -35,6 +35,7 @@ RED = {
     "weight-gradient-in-call-order": (["gradient_invariance"], "red_verdict"),
     "fallback-in-all-calls": (JUDGMENTS, "red_provenance"),
     "fallback-in-some-calls": (JUDGMENTS, "red_provenance"),
+    "fallback-in-the-backward": (JUDGMENTS, "red_provenance"),
     "fallback-behind-a-decoy": (JUDGMENTS, "red_provenance"),
     "stale-output": (["forward_accuracy", "forward_invariance"], "red_verdict"),
     "zero-gradient": (["gradient_accuracy"], "red_verdict"),
@@ -42,6 +43,7 @@ RED = {
     "strides-ignored": (["forward_accuracy", "forward_invariance"], "red_verdict"),
     "no-backward": (["gradient_accuracy", "gradient_invariance"], "red_no_backward"),
     "wrong-dtype": (JUDGMENTS, "raised"),
+    "writes-into-its-input": (JUDGMENTS, "raised"),
     "raises": (JUDGMENTS, "raised"),
     "cannot-fail": (["gradient_accuracy"], "cannot_fail"),
 }

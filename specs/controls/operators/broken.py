@@ -262,5 +262,12 @@ def _silu_in_fp32(x: Tensor) -> Tensor:
     return canonical.silu(x).float()
 
 
+def _silu_over_its_input(x: Tensor) -> Tensor:
+    made = canonical.silu(x)
+    x.data.copy_(made.detach())
+    return made
+
+
+writes_into_its_input = {"silu": _silu_over_its_input}
 raises = {"silu": _silu_that_raises, "swiglu": canonical.swiglu}
 wrong_dtype = {"silu": _silu_in_fp32}
