@@ -73,12 +73,13 @@ def bench(folder, operators, implementation="torch", *, name="ws1", dtype="bf16"
     """A bench of tiny-dense; `changes` go to the tier, but `model`."""
     import torch
 
-    from rlspec.device import architecture, operator_harness
+    from rlspec.device import architecture
+    from rlspec.device import bench as device_bench
 
     entry = catalog.whole(changes.pop("model", "tiny-dense"), ROOT)
     rows = contract.load(name, ROOT)
     families = sorted({nodes.NODES[operator].family for operator in operators})
-    return operator_harness.Bench(
+    return device_bench.Bench(
         run_file=folder / "run.py",
         arm="a",
         implementation=implementation,
@@ -87,7 +88,7 @@ def bench(folder, operators, implementation="torch", *, name="ws1", dtype="bf16"
         operators=tuple(operators),
         judgments=tuple(judgments),
         limits={j: {one: dict(rows.resolve(j, one, dtype).limits) for one in families} for j in judgments},
-        dtype=operator_harness.DTYPES[dtype],
+        dtype=device_bench.DTYPES[dtype],
         device=torch.device("cpu"),
     )
 

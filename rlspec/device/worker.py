@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
-from rlspec.device import faults, job, operator_harness, settings
+from rlspec.device import bench, faults, job, operator_harness, settings
 from rlspec.device.settings import Settings
 from rlspec.device.trainer import Row
 
@@ -31,7 +31,7 @@ def main(run_file: str, config: Mapping[str, Any]) -> None:
     """Run the arm that the run file's name tells of. Raises ValueError for what its plan or configuration lacks."""
     path = Path(run_file).absolute()
     if config["kind"] == "operators":
-        operator_harness.main(operator_harness.bench(path, config, find_arm(path)), _records_of(path))
+        operator_harness.main(bench.bench(path, config, find_arm(path)), _records_of(path))
         return
     options, arm = settings.read(config), find_arm(path)
     make_repeatable(options)

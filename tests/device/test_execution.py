@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 
-from rlspec.device import canonical, execution, observe, operator_harness
+from rlspec.device import bench as device_bench
+from rlspec.device import canonical, execution, observe
 from rlspec.device.execution import NoBackward
 from rlspec.device.gradients import WeightGradient
 from tests import benches
@@ -27,7 +28,7 @@ TOKENS = 11
 def subject(tmp_path, operator, candidate, variant="", **changes):
     on = benches.bench(tmp_path, [operator], **changes)
     (tier,) = on.workload.tiers
-    return operator_harness.subject(on, operator, tier, variant, candidate)
+    return device_bench.subject(on, operator, tier, variant, candidate)
 
 
 def run(one, layout, backward=False):

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from rlspec import nodes
-from rlspec.device import canonical, operator_harness
+from rlspec.device import bench as device_bench
+from rlspec.device import canonical, variant
 from tests import benches
 
 FORWARD, GRADIENT = ("forward_accuracy", "forward_invariance"), ("gradient_accuracy", "gradient_invariance")
@@ -150,7 +151,7 @@ def test_the_reference_is_fp64_where_it_is_cheap_and_else_fp32(tmp_path, monkeyp
 
     on = benches.bench(tmp_path, ["silu"], judgments=["forward_accuracy"])
     assert against(on) == {"float64"}
-    monkeypatch.setattr(operator_harness, "_FP64_ELEMENTS", 0)
+    monkeypatch.setattr(variant, "_FP64_ELEMENTS", 0)
     assert against(on) == {"float32"}
 
 
@@ -421,22 +422,22 @@ def test_operators_of_a_user_lie_beside_the_spec(tmp_path, monkeypatch):
     source = "def silu(x):\n    return x * 0.75\n\n\ntable = {'silu': silu}\n"
     (tmp_path / "operators_beside_a_spec.py").write_text(source)
     arm = {"name": "a", "implementation": "operators_beside_a_spec:table"}
-    on = operator_harness.bench(tmp_path / "run.py", config(tmp_path), arm)
+    on = device_bench.bench(tmp_path / "run.py", config(tmp_path), arm)
     assert by_judgment(on) == {"forward_accuracy": "red_verdict", "forward_invariance": "green"}
 
 
 def test_an_arm_may_name_implementations_by_operator(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
     arm = {"name": "a", "implementation": {"silu": "canonical"}}
-    on = operator_harness.bench(tmp_path / "run.py", config(tmp_path), arm)
+    on = device_bench.bench(tmp_path / "run.py", config(tmp_path), arm)
     assert on.implementation_of("silu") == "canonical" and on.implementation_of("rope") == "torch"
-    assert operator_harness.bench(tmp_path / "run.py", config(tmp_path), {"name": "a"}).implementation == "torch"
+    assert device_bench.bench(tmp_path / "run.py", config(tmp_path), {"name": "a"}).implementation == "torch"
 
 
 def test_a_dtype_that_is_not_judged_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
     with pytest.raises(ValueError, match="operators are judged in fp32, bf16, fp16, not in fp8"):
-        operator_harness.bench(tmp_path / "run.py", config(tmp_path, dtype="fp8"), {"name": "a"})
+        device_bench.bench(tmp_path / "run.py", config(tmp_path, dtype="fp8"), {"name": "a"})
 
 
 # The canonical call in another process

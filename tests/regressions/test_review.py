@@ -11,7 +11,8 @@ import torch
 
 from rlspec import cells, contract, document, nodes, reports
 from rlspec.checks import operators
-from rlspec.device import canonical, operator_harness
+from rlspec.device import bench as device_bench
+from rlspec.device import canonical
 from rlspec.device.execution import run
 from rlspec.device.gradients import WeightGradient
 from rlspec.device.observe import Seen
@@ -45,7 +46,7 @@ def judge(cell, judgment, operator="silu"):
 
 def through(tmp_path, operator, candidate, layouts, variant=""):
     on = benches.bench(tmp_path, [operator], layouts=layouts)
-    one = operator_harness.subject(on, operator, on.workload.tiers[0], variant, candidate)
+    one = device_bench.subject(on, operator, on.workload.tiers[0], variant, candidate)
     return [run(one, layout, Seen(), backward=True) for layout in benches.layouts.of(one.tier)]
 
 
@@ -177,7 +178,7 @@ def test_24_a_sample_without_a_prompt(tmp_path):
     assert tier.samples[0].active == 6 and tier.active == 10
     on = benches.bench(tmp_path, ["silu"])
     whole = replace(on, workload=benches.workloads.of(changed))
-    upstream = operator_harness.subject(whole, "silu", tier, "", canonical.silu).upstream["out"]
+    upstream = device_bench.subject(whole, "silu", tier, "", canonical.silu).upstream["out"]
     assert [bool(row.any()) for row in upstream[:11]] == [True] * 7 + [False] + [True] * 3
 
 
