@@ -7,6 +7,7 @@ torch: host and device derive the same layouts from the same workload.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -75,6 +76,7 @@ class Layout:
         return not any(call.changed for call in self.calls)
 
 
+@functools.lru_cache(maxsize=64)
 def of(tier: Tier) -> tuple[Layout, ...]:
     """The canonical layout of a tier, then the others in the order of the workload.
 
@@ -87,7 +89,7 @@ def of(tier: Tier) -> tuple[Layout, ...]:
         made.append(LAYOUTS[name](tier))
     seen: dict[str, str] = {}
     for layout in made:
-        restore(layout, tier)
+        check(layout, tier)
         if layout.digest in seen:
             raise ValueError(f"tier {tier.name}: {layout.name} and {seen[layout.digest]} are the same layout")
         seen[layout.digest] = layout.name
@@ -106,27 +108,51 @@ def restore(layout: Layout, tier: Tier) -> dict[tuple[int, int], tuple[int, int]
 
     Raises ValueError for a run outside its grid, two runs in one slot, a query twice or one that is missing.
     """
-    found: dict[tuple[int, int], tuple[int, int]] = {}
+    check(layout, tier)
+    return {
+        (run.sample, run.position + step): (number, run.row * call.width + run.column + step)
+        for number, call in enumerate(layout.calls)
+        for run in call.runs
+        if _judged(run, call, tier)
+        for step in range(run.length)
+    }
+
+
+def check(layout: Layout, tier: Tier) -> None:
+    """Raises ValueError where a layout does not restore, as `restore` says."""
     for number, call in enumerate(layout.calls):
-        taken: set[int] = set()
-        for run in call.runs:
-            if not (0 <= run.row < call.rows and run.column >= 0 and run.column + run.length <= call.width):
-                raise ValueError(f"{layout.name}: {run} does not lie in {call.rows} × {call.width} slots")
-            for step in range(run.length):
-                slot, key = run.row * call.width + run.column + step, (run.sample, run.position + step)
-                if slot in taken:
-                    raise ValueError(f"{layout.name}: two tokens in slot {slot} of call {number}")
-                taken.add(slot)
-                if run.sample >= len(tier.samples) or run.sample in call.changed:
-                    continue
-                if key in found:
-                    raise ValueError(f"{layout.name}: sample {run.sample} position {key[1]} stands twice")
-                found[key] = (number, slot)
-    wanted = {(i, p) for i, sample in enumerate(tier.samples) for p in range(sample.first, sample.length)}
-    if set(found) != wanted:
-        odd = sorted(set(found) ^ wanted)[0]
-        raise ValueError(f"{layout.name}: sample {odd[0]} position {odd[1]} is missing or none of the tier's")
-    return found
+        _check_slots(layout, number, call)
+    ranges = sorted(
+        (run.sample, run.position, run.length) for call in layout.calls for run in call.runs if _judged(run, call, tier)
+    )
+    for index, sample in enumerate(tier.samples):
+        due = sample.first
+        for _, position, length in (one for one in ranges if one[0] == index):
+            if position < due:
+                raise ValueError(f"{layout.name}: sample {index} position {position} stands twice")
+            if position > due or position + length > sample.length:
+                raise ValueError(_odd(layout, index, min(position, due) if position > due else sample.length))
+            due = position + length
+        if due != sample.length:
+            raise ValueError(_odd(layout, index, due))
+
+
+def _odd(layout: Layout, sample: int, position: int) -> str:
+    return f"{layout.name}: sample {sample} position {position} is missing or none of the tier's"
+
+
+def _judged(run: Run, call: Call, tier: Tier) -> bool:
+    return run.sample < len(tier.samples) and run.sample not in call.changed
+
+
+def _check_slots(layout: Layout, number: int, call: Call) -> None:
+    end = dict.fromkeys(range(call.rows), 0)
+    for run in sorted(call.runs, key=lambda run: (run.row, run.column)):
+        if not (0 <= run.row < call.rows and run.column >= 0 and run.column + run.length <= call.width):
+            raise ValueError(f"{layout.name}: {run} does not lie in {call.rows} × {call.width} slots")
+        if run.column < end[run.row]:
+            raise ValueError(f"{layout.name}: two tokens in slot {run.row * call.width + run.column} of call {number}")
+        end[run.row] = run.column + run.length
 
 
 def _everyone(tier: Tier) -> tuple[Sample, ...]:

@@ -48,7 +48,7 @@ class Tier:
     judgments: tuple[str, ...]
     projections: tuple[str, ...]
     logit_scales: tuple[float, ...]
-    left_out: Mapping[str, str]
+    left_out: tuple[tuple[str, str], ...]
 
     @property
     def active(self) -> int:
@@ -129,7 +129,7 @@ def _tier(data: Mapping[str, Any], whole: Mapping[str, Any], samples: Mapping[st
         judgments=tuple(data.get("judgments", ())),
         projections=tuple(data.get("projections", ())),
         logit_scales=tuple(float(scale) for scale in data.get("logit_scales", (1,))),
-        left_out=dict(data.get("left_out", {})),
+        left_out=tuple(data.get("left_out", {}).items()),
     )
 
 

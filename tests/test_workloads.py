@@ -66,7 +66,7 @@ def test_ws1_has_192_cells_for_two_implementations_of_which_16_are_not_applicabl
 
 
 def test_ws1_names_what_the_short_tier_leaves_out():
-    left_out = tier_of("ws1", "short").left_out
+    left_out = dict(tier_of("ws1", "short").left_out)
     assert set(left_out) == {"singletons", "singletons_chunked", "permuted"} and all(left_out.values())
 
 

@@ -56,9 +56,10 @@ def _rows(x: Tensor) -> int:
 
 def _logprob_in_rotated_order(logits: Tensor, targets: Tensor) -> Tensor:
     # Each row's sum in fp32 starts at another id for another number of rows.
-    shares = canonical.exp(logits.double()).float().roll(targets.numel(), -1)
+    peak = logits.double().amax(-1)
+    shares = canonical.exp(logits.double() - peak.unsqueeze(-1)).float().roll(targets.numel(), -1)
     chosen = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1).double()
-    value = chosen - canonical.log(tree_sum(shares).double())
+    value = chosen - peak - canonical.log(tree_sum(shares).double())
     return _Instead.apply(canonical.logprob(logits, targets), value.float())
 
 
