@@ -103,6 +103,7 @@ class _Execution:
             if self.whole_backward:
                 out, lse = subject.operator.forward(*tokens.values(), segments, **case.options)  # type: ignore[attr-defined]
                 outputs = {"out": out}
+                self._same_as_call(out, case.call(subject.operator, tokens, weights, segments, None)["out"])
             else:
                 outputs = case.call(subject.operator, tokens, weights, segments, subject.wide)
         self._check(outputs, call)
@@ -239,6 +240,10 @@ class _Execution:
             segments = segments_of(call, self.subject.device)
             self._attention_backward(call, tokens, out, lse, self._upstream("out", call), segments)
             start += sample.queries
+
+    def _same_as_call(self, out: Tensor, called: Tensor) -> None:
+        if not comparing.identical(out, called):
+            raise ValueError("the operator called and its `forward` differ to the bit")
 
     def _kept(self, upstream: Tensors, call: Call) -> None:
         if self.layout.name != layouts.CANONICAL or self.subject.wide is not None:
