@@ -331,7 +331,8 @@ def test_attention_backward_meets_each_sample_once_and_whole(tmp_path, layout):
     forwards, lengths = [], []
 
     def attention(query, key, value, segments, *, scale):
-        raise AssertionError("forward and backward are there")
+        assert not torch.is_grad_enabled()  # called for its bits alone
+        return canonical.attention(query, key, value, segments, scale=scale)
 
     def forward(query, key, value, segments, *, scale):
         forwards.append(query.shape[:2])
@@ -347,6 +348,15 @@ def test_attention_backward_meets_each_sample_once_and_whole(tmp_path, layout):
     assert len(forwards) == len(benches.layout(layout, one.tier).calls)
     assert sorted(lengths) == [(1, 1), (4, 4), (6, 6)]
     assert torch.equal(found.gradients["dkey"], run(one, "BN/full", backward=True).gradients["dkey"])
+
+
+def test_a_call_and_its_forward_must_agree(tmp_path):
+    def attention(query, key, value, segments, *, scale):
+        return canonical.attention(query, key, value, segments, scale=scale) * 1.5
+
+    attention.forward, attention.backward = canonical.attention_forward, canonical.attention_backward
+    with pytest.raises(ValueError, match="called and its `forward` differ"):
+        run(subject(tmp_path, "attention", attention), "BN/full", backward=True)
 
 
 def test_without_such_a_backward_keys_get_the_sum_of_their_parts(tmp_path):
