@@ -31,27 +31,28 @@ class Node:
     of_keys: tuple[str, ...] = ()
     not_applicable: str = ""
     experts: bool = False
+    linear: bool = False  # in its weight: twice the weight is twice the result, to the bit
     backward_moves: bool = False  # the gradient is the upstream one, so no kernel need run
 
 
 NODES: Mapping[str, Node] = {
-    "embedding": Node(family="elementwise", tensors=(), parameters=("weight",)),
-    "rms_norm": Node(family="reduction", parameters=("weight",)),
-    "det_gemm": Node(family="reduction", parameters=("weight",)),
-    "qk_norm": Node(family="reduction", parameters=("weight",)),
+    "embedding": Node(family="elementwise", tensors=(), parameters=("weight",), linear=True),
+    "rms_norm": Node(family="reduction", parameters=("weight",), linear=True),
+    "det_gemm": Node(family="reduction", parameters=("weight",), linear=True),
+    "qk_norm": Node(family="reduction", parameters=("weight",), linear=True),
     "rope": Node(family="elementwise"),
     "attention": Node(family="attention", tensors=("query", "key", "value"), of_keys=("key", "value")),
     "silu": Node(family="elementwise"),
     "swiglu": Node(family="elementwise", tensors=("gate", "up")),
     "residual_add": Node(family="elementwise", tensors=("residual", "x"), backward_moves=True),
-    "lm_head": Node(family="reduction", parameters=("weight",)),
+    "lm_head": Node(family="reduction", parameters=("weight",), linear=True),
     "logprob": Node(family="logprob", tensors=("logits",)),
     "batch_invariant_logprob": Node(family="logprob", tensors=("logits",)),
     "linear_logprob": Node(family="logprob", parameters=("weight",)),
     "router": Node(
         family="reduction", outputs=("probabilities", "weights", "experts"), parameters=("weight",), experts=True
     ),
-    "grouped_gemm": Node(family="reduction", tensors=("rows",), parameters=("weight",), experts=True),
+    "grouped_gemm": Node(family="reduction", tensors=("rows",), parameters=("weight",), experts=True, linear=True),
     "combine": Node(family="elementwise", tensors=("rows", "weights"), experts=True),
     "pack": Node(
         family="elementwise",

@@ -44,6 +44,7 @@ RED = {
     "no-backward": (["gradient_accuracy", "gradient_invariance"], "red_no_backward"),
     "wrong-dtype": (JUDGMENTS, "raised"),
     "writes-into-its-input": (JUDGMENTS, "raised"),
+    "keeps-its-weight": (JUDGMENTS, "raised"),
     "raises": (JUDGMENTS, "raised"),
     "cannot-fail": (["gradient_accuracy"], "cannot_fail"),
 }

@@ -56,6 +56,7 @@ class Variant:
             if comparing.fingerprint(weight) != before[name]:
                 raise ValueError(f"the operator writes into its {name}")
         self._profile()
+        self._weights_are_read()
         yield from self._all(self.cell.layouts[0], self.canonical)
         for layout in self.cell.layouts[1:]:
             if layout.how == "other_process":
@@ -70,6 +71,21 @@ class Variant:
             except NoBackward as error:
                 self.cell.no_backward = str(error)
         return run(self.subject, layout, self.cell.seen, backward=False)
+
+    def _weights_are_read(self) -> None:
+        """After a step of an optimizer a weight lies where it lay, with other values: none may be kept."""
+        if not self.node.linear:
+            return
+        for weight in self.subject.weights.values():
+            weight.mul_(2)
+        try:
+            doubled = run(self.subject, self.cell.layouts[0], self.cell.seen, backward=False).outputs
+        finally:
+            for weight in self.subject.weights.values():
+                weight.div_(2)
+        for name, out in doubled.items():
+            if not torch.equal(out, self.canonical.outputs[name] * 2):
+                raise ValueError(f"with the weight doubled in place, {name} is not twice what it was: is one kept?")
 
     def _profile(self) -> None:
         """The canonical calls once more under the profiler; what it sees joins what was seen to run."""

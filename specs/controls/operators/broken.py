@@ -269,6 +269,16 @@ def _silu_over_its_input(x: Tensor) -> Tensor:
     return made
 
 
+_TRANSPOSED: dict[int, Tensor] = {}
+
+
+@wraps(canonical.det_gemm)
+def _gemm_that_keeps_its_weight(x: Tensor, weight: Tensor) -> Tensor:
+    kept = _TRANSPOSED.setdefault(weight.data_ptr(), weight.detach().clone())
+    return _Instead.apply(canonical.det_gemm(x, weight), canonical.det_gemm(x.detach(), kept))
+
+
+keeps_its_weight = {"det_gemm": _gemm_that_keeps_its_weight}
 writes_into_its_input = {"silu": _silu_over_its_input}
 raises = {"silu": _silu_that_raises, "swiglu": canonical.swiglu}
 wrong_dtype = {"silu": _silu_in_fp32}
