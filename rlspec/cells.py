@@ -30,6 +30,21 @@ CATEGORIES: Mapping[str, Status] = {
     "not_applicable": "N/A",
     "measured": "MEASURED",
 }
+MEANING: Mapping[str, str] = {
+    "green": "every comparison of the cell is within its row, or equal to the bit",
+    "red_verdict": "a comparison is outside its row, or differs to the bit",
+    "red_no_backward": "a gradient is asked for, and none flows through the operator",
+    "red_provenance": "what ran is not what the arm or the candidate declares: another implementation or device, a "
+    "fallback to torch, TF32, autocast, or state of the process that the operator changed",
+    "cannot_fail": "the row would also pass a candidate that is all zero, shuffled or of the wrong sign",
+    "missing": "the arm measured no such cell",
+    "broken": "the records of the cell are not whole, or do not agree with each other, the workload or the contract",
+    "raised": "the operator raised, gave a result of a wrong form, or wrote into what it was given",
+    "process": "the process of the arm failed",
+    "blocked_hardware": "the machine lacks what the spec or the kernels need",
+    "not_applicable": "declared not applicable, with a written reason",
+    "measured": "reported, by design not gated",
+}
 Lines = Sequence[Mapping[str, Any]]
 
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlspec import catalog, contract, linting, logs, machine, nodes, runs, schema, workloads
+from rlspec import catalog, cells, contract, linting, logs, machine, nodes, runs, schema, workloads
 from rlspec.checks import CHECKS, common, training
 from rlspec.errors import RunError, SpecError
 from rlspec.model import Document, Row
@@ -109,7 +109,7 @@ _ROWS: dict[str, Callable[[Path], list[tuple[str, ...]]]] = {
 
 
 def explain(name: str, near: Path) -> str:
-    """A lint rule, a judgment or a contract row. Raises SpecError with the nearest names."""
+    """A lint rule, a judgment, a contract row or a category of cells. Raises SpecError with the nearest names."""
     if name.upper() in RULES:
         rule = RULES[name.upper()]
         why = textwrap.fill(rule.why, 78)
@@ -117,6 +117,9 @@ def explain(name: str, near: Path) -> str:
         return f"{name.upper()}: {rule.title}\n\n{why}\n\n  refused\n{bad}\n\n  better\n{good}"
     if "/" in name:
         return "\n\n".join(_row(row) for row in _rows(name, near))
+    if name in cells.MEANING:
+        said = f"{name}: a cell of an operator spec, {cells.CATEGORIES[name]}: {cells.MEANING[name]}"
+        return textwrap.fill(said, 78)
     if name in JUDGMENTS:
         kind, about = JUDGMENTS[name]
         rows = [row for row in contract.load(common.CONTRACTS[kind], near).rows

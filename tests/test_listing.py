@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rlspec import catalog, contract, listing, logs, nodes
+from rlspec import catalog, cells, contract, listing, logs, nodes
 from rlspec.checks import common
 from rlspec.errors import SpecError
 from rlspec.rules import RULES
@@ -120,3 +120,9 @@ def test_doctor_says_what_is_here_and_which_specs_would_be_blocked(here):
 
 def test_doctor_of_a_path_that_is_not_there(here):
     assert rlspec("doctor", "nowhere").code == 2
+
+
+def test_explain_a_category_of_cells(here):
+    assert set(cells.MEANING) == set(cells.CATEGORIES)
+    told = listing.explain("red_provenance", here)
+    assert "ERROR" in told and "fallback" in told
