@@ -26,6 +26,7 @@ storing logits: Wijmans et al., "Cut your losses in large-vocabulary language mo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = tl.constexpr(1.4426950408889634)
+GROUP = 16  # rows of a block
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -281,24 +283,32 @@ def _chunk(rows: int) -> int:
     return min(16384, max(4096, 2**26 // triton.next_power_of_2(rows)))
 
 
-def _backward(
-    x: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, gradient: Tensor, ignored: int, wanted: tuple[bool, bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """dx [M, H] and dweight [V, H] in the dtype of x, each if wanted."""
+def _dlogits_by_columns(
+    x: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, gradient: Tensor, ignored: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Some columns of the vocabulary and the gradient of their logits, one part after the other in one buffer."""
     vocabulary, chunk = weight.shape[0], min(_chunk(x.shape[0]), triton.cdiv(weight.shape[0], 16) * 16)
-    dx = torch.empty(x.shape, device=x.device) if wanted[0] else None
-    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if wanted[1] else None
-    # Zero rows, so that what ignored rows hold cannot reach the weight as 0 · NaN.
-    kept = torch.where((targets == ignored)[:, None], 0, x) if wanted[1] else x
     buffer = torch.empty((x.shape[0], chunk), dtype=x.dtype, device=x.device)
     for first in range(0, vocabulary, chunk):
         last = min(first + chunk, vocabulary)
         dlogits = buffer[:, : last - first]
         _dlogits_launch(x, weight, targets, lse, gradient, dlogits, first, ignored)(x.device)
+        yield slice(first, last), dlogits
+
+
+def _backward(
+    x: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, gradient: Tensor, ignored: int, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx [M, H] and dweight [V, H] in the dtype of x, each if wanted."""
+    dx = torch.empty(x.shape, device=x.device) if wanted[0] else None
+    dweight = torch.empty_like(weight, memory_format=torch.contiguous_format) if wanted[1] else None
+    # Zero rows, so that what ignored rows hold cannot reach the weight as 0 · NaN.
+    kept = torch.where((targets == ignored)[:, None], 0, x) if wanted[1] else x
+    for columns, dlogits in _dlogits_by_columns(x, weight, targets, lse, gradient, ignored):
         if dx is not None:
-            _resumed_launch(dlogits, weight[first:last], dx, across=False, resume=first > 0)(x.device)
+            _resumed_launch(dlogits, weight[columns], dx, across=False, resume=columns.start > 0)(x.device)
         if dweight is not None:
-            _resumed_launch(dlogits, kept, dweight[first:last], across=True)(x.device)
+            _resumed_launch(dlogits, kept, dweight[columns], across=True)(x.device)
     return None if dx is None else dx.to(x.dtype), dweight
 
 
@@ -335,13 +345,9 @@ def linear_logprob(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int
     shapes = f"x {list(x.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}"
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
         raise ValueError(f"{shapes}: linear_logprob takes [..., H], [V, H] and [...]")
-    if not _suits(weight):
-        raise ValueError(f"weight {list(weight.shape)}: its rows must be dense and start at multiples of 16 bytes")
+    _check_rows_of_weight(weight)
     targets = targets.reshape(-1).contiguous()
-    if targets.device.type == "cpu":
-        outside = (targets != ignore_index) & ((targets < 0) | (targets >= weight.shape[0]))
-        if outside.any():
-            raise ValueError(f"target {int(targets[outside][0])} is not in the vocabulary of {weight.shape[0]}")
+    _check_targets(targets, weight.shape[0], ignore_index)
     return _LinearLogprob.apply(x, weight, targets, ignore_index)
 
 
@@ -357,9 +363,14 @@ def fold(
     _check_tensors(x, weight, targets)
     if accumulator.shape != weight.shape or accumulator.dtype != torch.float32 or not accumulator.is_contiguous():
         raise ValueError(f"the accumulator must be fp32 {list(weight.shape)}, dense; it is {list(accumulator.shape)}")
-    if x.dim() != 2 or not targets.shape == dy.shape == x.shape[:1] or blocks.dim() != 2 or blocks.shape[1] != 16:
-        shapes = f"x {list(x.shape)}, targets {list(targets.shape)}, dy {list(dy.shape)}, blocks {list(blocks.shape)}"
-        raise ValueError(f"{shapes}: fold takes [R, H], [R], [R] and [B, 16]")
+    if not accumulator.device == dy.device == x.device:
+        raise ValueError(f"accumulator, dy and x are on {accumulator.device}, {dy.device}, {x.device}")
+    if x.dim() != 2 or x.shape[1] != weight.shape[1] or not targets.shape == dy.shape == x.shape[:1]:
+        shapes = f"x {list(x.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}, dy {list(dy.shape)}"
+        raise ValueError(f"{shapes}: fold takes [R, H], [V, H], [R] and [R]")
+    _check_rows_of_weight(weight)
+    _check_blocks(blocks, x)
+    _check_targets(targets, weight.shape[0])
     rows = blocks.flatten().to(x.device, torch.int64, non_blocking=True)
     kept, place = rows >= 0, rows.clamp(min=0)
     ignored = torch.iinfo(torch.int64).min
@@ -367,13 +378,35 @@ def fold(
     chosen = torch.where(kept, targets.index_select(0, place), ignored)
     upstream = torch.where(kept, dy.index_select(0, place).float(), 0)
     _, lse = _forward(gathered, weight, chosen, ignored)
-    chunk = min(_chunk(len(rows)), triton.cdiv(weight.shape[0], 16) * 16)
-    buffer = torch.empty((len(rows), chunk), dtype=x.dtype, device=x.device)
-    for first in range(0, weight.shape[0], chunk):
-        last = min(first + chunk, weight.shape[0])
-        dlogits = buffer[:, : last - first]
-        _dlogits_launch(gathered, weight, chosen, lse, upstream, dlogits, first, ignored)(x.device)
-        _resumed_launch(dlogits, gathered, accumulator[first:last], across=True, resume=True)(x.device)
+    for columns, dlogits in _dlogits_by_columns(gathered, weight, chosen, lse, upstream, ignored):
+        _resumed_launch(dlogits, gathered, accumulator[columns], across=True, resume=True)(x.device)
+
+
+def _check_blocks(blocks: Tensor, x: Tensor) -> None:
+    if blocks.dtype != torch.int32 or blocks.dim() != 2 or blocks.shape[1] != GROUP or not blocks.shape[0]:
+        raise ValueError(f"blocks {blocks.dtype} {list(blocks.shape)}: rows come as int32 [B, {GROUP}]")
+    if blocks.device.type == "cpu":
+        low, high = int(blocks.min()), int(blocks.max())
+        if low < -1 or high >= x.shape[0]:
+            raise ValueError(f"blocks name rows {low} to {high} of {x.shape[0]}; -1 is a zero row")
+    elif blocks.device != x.device:
+        raise ValueError(f"blocks are on {blocks.device}, x on {x.device}")
+
+
+def _check_targets(targets: Tensor, vocabulary: int, ignored: int | None = None) -> None:
+    """Only on a CPU: on CUDA the host cannot look, and the kernels give NaN."""
+    if targets.device.type != "cpu":
+        return
+    outside = (targets < 0) | (targets >= vocabulary)
+    if ignored is not None:
+        outside = outside & (targets != ignored)
+    if outside.any():
+        raise ValueError(f"target {int(targets[outside][0])} is not in the vocabulary of {vocabulary}")
+
+
+def _check_rows_of_weight(weight: Tensor) -> None:
+    if not _suits(weight):
+        raise ValueError(f"weight {list(weight.shape)}: its rows must be dense and start at multiples of 16 bytes")
 
 
 def _suits(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ the spans. A call that ended in an error leaves its cache unfinished, and it is 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ class Selected(NamedTuple):
         return self.cache.extend(layer, keys, values)
 
 
-class _Cache:
+class _Cache(ABC):
     """What the two kinds share. They say which blocks a sample has, and where in them a position stands."""
 
     def __init__(
@@ -209,11 +210,13 @@ class _Cache:
         blocks, size = torch.tensor(self._blocks[sample], dtype=torch.int64), self.keys.shape[3]
         return torch.stack((blocks[positions // size], positions % size))
 
+    @abstractmethod
     def _first_blocks(self, sample: Hashable) -> list[int]:
-        raise NotImplementedError
+        """The blocks of a sample that enters. Raises RunError where there is none."""
 
+    @abstractmethod
     def _reserve(self, parts: Sequence[Part]) -> None:
-        raise NotImplementedError
+        """Room for the positions of a call, or RunError and nothing reserved."""
 
 
 class ContiguousCache(_Cache):

@@ -159,10 +159,12 @@ def test_tensors_have_their_bits_wherever_they_are(tmp_path):
 
 
 def test_writing_to_a_tensor_does_not_reach_the_file(tmp_path):
-    pins = write(tmp_path, A)
+    write(tmp_path, A)
+    before = (tmp_path / SINGLE).read_bytes()
     files = weight_files.Files(tmp_path, weight_files.entries(tmp_path, [SINGLE]))
+    assert files["a"].any()
     files["a"].zero_()
-    weight_files.verify(tmp_path, pins)
+    assert (tmp_path / SINGLE).read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -174,8 +174,17 @@ def test_the_weight_gradient_refuses_what_does_not_fit() -> None:
         fused.fold(total.double(), x, weight, targets, gradient, table)
     with pytest.raises(ValueError, match="fold takes"):
         fused.fold(total, x, weight, targets, gradient[:15], table)
+    for wrong in (table.reshape(2, 8), table.long(), table[:0]):
+        with pytest.raises(ValueError, match=r"rows come as int32 \[B, 16\]"):
+            fused.fold(total, x, weight, targets, gradient, wrong)
+    for row in (-5, 16):
+        with pytest.raises(ValueError, match="blocks name rows"):
+            fused.fold(total, x, weight, targets, gradient, torch.where(table == 3, row, table))
+    with pytest.raises(ValueError, match="target 131 is not in the vocabulary of 131"):
+        fused.fold(total, x, weight, torch.full_like(targets, 131), gradient, table)
     with pytest.raises(ValueError, match="fold takes"):
-        fused.fold(total, x, weight, targets, gradient, table.reshape(2, 8))
+        fused.fold(total, x[:, :16].contiguous(), weight, targets, gradient, table)
+    assert not total.any()
 
 
 # ---- GPU ----
