@@ -36,7 +36,8 @@ def fallback(backend: str | None, seen: Mapping[str, Any]) -> str | None:
     declares = f"the candidate declares {backend}"
     if not seen["triton" if backend == "triton" else "native"]:
         return f"{declares}, and no {backend} kernel was launched"
-    if computed := [name for name in seen["torch"] if name not in _MOVING]:
+    # Operators of a library of the user's own are the candidate, not a fallback; the profiler looks into them.
+    if computed := [name for name in seen["torch"] if name not in _MOVING and "::" not in name]:
         return f"{declares}, and torch computed {', '.join(computed[:4])}"
     if idle := seen["calls_without_launch"]:
         return f"{declares}, and {idle} of its calls launched no {backend} kernel"

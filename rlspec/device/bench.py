@@ -64,7 +64,7 @@ def bench(run_file: Path, config: Mapping[str, Any], arm: Mapping[str, Any]) -> 
 
 
 def subject(on: Bench, operator: str, tier: Tier, variant: str, candidate: Callable[..., Any] | None) -> Subject:
-    """An operator with its tables, weights and upstream gradients, whose shapes a run of the reference tells."""
+    """An operator with its tables, weights and upstream gradients, whose shapes a run of plain torch tells."""
     assert candidate is not None
     case = cases.of(operator, variant, on.model, on.workload)
     plain = Subject(

@@ -53,7 +53,6 @@ class Case:
     """
 
     operator: str
-    variant: str
     inputs: Mapping[str, Input]
     weights: Mapping[str, Weight]
     call: Callable[[Callable[..., Any], Tensors, Tensors, Segments, torch.dtype | None], dict[str, Tensor]]
@@ -158,7 +157,6 @@ def _plainly(op: Any, tokens: Tensors, weights: Tensors, segments: Segments, wid
 def _embedding(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
     return Case(
         operator=operator,
-        variant=variant,
         inputs={"tokens": Input(made="ids", below=model.vocab_size)},
         weights={"weight": Weight(shape=(model.vocab_size, model.hidden_size), offset=0)},
         call=_plainly,
@@ -172,7 +170,6 @@ def _norm(operator: str, variant: str, model: Architecture, workload: Workload) 
     options = {"eps": model.rms_norm_eps}
     return Case(
         operator=operator,
-        variant=variant,
         inputs={"x": Input(shape=shape)},
         weights={"weight": Weight(shape=shape[-1:], offset=1)},
         call=lambda op, tokens, weights, segments, wide: {"out": op(tokens["x"], weights["weight"], **options)},
@@ -196,7 +193,6 @@ def _gemm(operator: str, variant: str, model: Architecture, workload: Workload) 
     shape = shapes[variant]
     return Case(
         operator=operator,
-        variant=variant,
         inputs={"x": Input(shape=shape[1:])},
         weights={"weight": Weight(shape=shape, offset=2, scale=_scaled(shape[1]))},
         call=_plainly,
@@ -207,7 +203,6 @@ def _gemm(operator: str, variant: str, model: Architecture, workload: Workload) 
 def _rope(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
     return Case(
         operator=operator,
-        variant=variant,
         inputs={
             "x": Input(shape=(model.num_attention_heads, model.head_dim)),
             "cos": Input(made="cos", dtype=torch.float32),
@@ -224,7 +219,6 @@ def _attention(operator: str, variant: str, model: Architecture, workload: Workl
     options = {"scale": model.head_dim**-0.5}
     return Case(
         operator=operator,
-        variant=variant,
         inputs={
             "query": Input(shape=(model.num_attention_heads, model.head_dim), offset=4),
             "key": Input(shape=kv, offset=5, keys=True),
@@ -243,7 +237,6 @@ def _elementwise(*names: str) -> Callable[[str, str, Architecture, Workload], Ca
         kept = {"residual": torch.float32}  # the stream of the decoder's profile ws1
         return Case(
             operator=operator,
-            variant=variant,
             inputs={n: Input(shape=(width,), offset=i, dtype=kept.get(n)) for i, n in enumerate(names)},
             weights={},
             call=_plainly,
@@ -256,7 +249,6 @@ def _elementwise(*names: str) -> Callable[[str, str, Architecture, Workload], Ca
 def _lm_head(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
     return Case(
         operator=operator,
-        variant=variant,
         inputs={"x": Input(shape=(model.hidden_size,))},
         weights={"weight": _head(model)},
         call=lambda op, tokens, weights, segments, wide: {
@@ -275,7 +267,6 @@ def _logprob(operator: str, variant: str, model: Architecture, workload: Workloa
     scale = float(variant.removeprefix("scale "))
     return Case(
         operator=operator,
-        variant=variant,
         inputs={
             "logits": Input(shape=(model.vocab_size,), offset=8, scale=scale),
             "targets": Input(made="targets", below=model.vocab_size, offset=9),
@@ -290,7 +281,6 @@ def _linear_logprob(operator: str, variant: str, model: Architecture, workload: 
     scale = float(variant.removeprefix("scale "))
     return Case(
         operator=operator,
-        variant=variant,
         inputs={
             "x": Input(shape=(model.hidden_size,), scale=scale),
             "targets": Input(made="targets", below=model.vocab_size, offset=9),
@@ -319,7 +309,6 @@ def _router(operator: str, variant: str, model: Architecture, workload: Workload
 
     return Case(
         operator=operator,
-        variant=variant,
         inputs={"x": Input(shape=(model.hidden_size,))},
         weights={
             "weight": Weight(shape=(model.num_experts, model.hidden_size), offset=10, scale=_scaled(model.hidden_size))
@@ -343,7 +332,6 @@ def _grouped_gemm(operator: str, variant: str, model: Architecture, workload: Wo
 
     return Case(
         operator=operator,
-        variant=variant,
         inputs={
             "rows": Input(shape=(count, width)),
             "experts": Input(shape=(count,), made="experts", below=model.num_experts, offset=11),
@@ -368,7 +356,6 @@ def _combine(operator: str, variant: str, model: Architecture, workload: Workloa
 
     return Case(
         operator=operator,
-        variant=variant,
         inputs={
             "rows": Input(shape=(count, model.hidden_size)),
             "weights": Input(shape=(count,), offset=13, dtype=torch.float32),

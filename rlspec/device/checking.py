@@ -1,4 +1,4 @@
-"""What an operator refuses, one function for each operator of the catalogue, shared by its implementations.
+"""What an operator refuses, one function for each operator of the catalogue, shared by implementations in torch.
 
 All raise ValueError with the shapes, dtypes or devices at fault. Nothing here computes, and only `in_range` reads
 values: token ids, targets and chosen experts. On a CPU that costs nothing. On a CUDA device it is a host sync, which

@@ -2,8 +2,9 @@
 
 Replaced, forward and backward: mm, addmm, matmul and `@` with a matrix of weights, F.linear, F.rms_norm, F.log_softmax
 and F.softmax over the last dimension, F.cross_entropy, F.scaled_dot_product_attention, and sums and means of floats.
-What is elementwise passes through. What would reduce in any other way is refused, never left to torch: `NotInvariant`
-names the call and a remedy. A second net lies below autograd, for what functions of torch call inside.
+What is elementwise passes through. The other products and reductions of torch that are known here, and operators of
+other libraries, are refused, never left to run: `NotInvariant` names the call and a remedy. A second net lies below
+autograd, for what functions of torch call inside. Gathers pass, and the sums of their backward are torch's.
 
 What is as in torch, and what is not:
 
@@ -47,6 +48,7 @@ OUTSIDE = "Compute it outside invariant_mode()"
 _BATCHED = "Weights must be a matrix; for attention use scaled_dot_product_attention (attn_implementation='sdpa')"
 _COMPILED = "torch.compile: invariant_mode() takes eager code only. Call the model as it was before compilation"
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_LIBRARIES = ("aten", "prim", "prims", "profiler", "rlspec")
 # Operators of torch whose sums follow the shape of the batch. Sums and means are looked at one by one.
 _REFUSED = re.compile(
     r"^(mm|bmm|addmm|addbmm|baddbmm|mv|addmv|dot|vdot|linear|matmul|linalg_\w+|_?addmm_\w+|\w*scaled_mm\w*"
@@ -55,7 +57,7 @@ _REFUSED = re.compile(
     r"|_?softmax\w*|_?log_softmax\w*|_\w*softmax_backward_data|logsumexp|_logcumsumexp|_fused_rms_norm\w*"
     r"|\w*(layer|group|batch)_norm\w*|nll_loss\w*|\w*loss|native_dropout|mean|nanmean|nansum|norm|var\w*|std\w*|prod"
     r"|cumsum|cumprod|renorm|_[cp]dist\w*|_fft_\w+|_trilinear|\w*(lstm|gru|rnn)\w*|\w*avg_pool\w*|_embedding_bag\w*"
-    r"|\w*cross_entropy\w*)_?$"
+    r"|\w*cross_entropy\w*|logcumsumexp|trace|segment_reduce|index_reduce|_?sparse\w*|upsample_\w+|col2im)_?$"
 )
 
 
@@ -79,7 +81,9 @@ class _Operators(TorchDispatchMode):
     """The net below autograd: refuses what functions of torch, or the backward pass, would let torch reduce."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
+        library, _, name = func._schema.name.partition("::")
+        if library not in _LIBRARIES and _floats(args):
+            raise NotInvariant(f"{library}.{name}: an operator of another library. {OUTSIDE}")
         if _REFUSED.match(name) and _floats(args):
             remedy = _BATCHED if "bmm" in name else OUTSIDE
             raise NotInvariant(f"aten.{name}: torch would reduce in an order that follows the batch. {remedy}")

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
-@dataclass
+@dataclass(eq=False)
 class Seen:
-    """What one stretch of calls launched, in the order of first appearance. `calls`: launches of each watched call."""
+    """What one stretch of calls launched, in the order of first appearance; `idle` calls launched no own kernel."""
 
     triton: list[str] = field(default_factory=list)
     native: list[str] = field(default_factory=list)
@@ -70,12 +70,25 @@ class _Operators(TorchDispatchMode):
         return made
 
 
+_WATCHING: list[Seen] = []  # `watch` alone enters and leaves it; launchers outside Triton have no hook of their own
+
+
+def native(name: str) -> None:
+    """A launcher of CUDA kernels tells of each launch, so that what has `backend = "cuda"` is seen to run."""
+    for seen in _WATCHING:
+        seen.launched(seen.native, name)
+
+
 @contextlib.contextmanager
 def watch() -> Iterator[Seen]:
     """Record what is launched inside, in this process, whichever thread launches it."""
     seen = Seen()
     with _triton(lambda name: seen.launched(seen.triton, name)):
-        yield seen
+        _WATCHING.append(seen)
+        try:
+            yield seen
+        finally:
+            _WATCHING.remove(seen)
 
 
 @contextlib.contextmanager

@@ -22,8 +22,9 @@ Results have the first tensor's dtype unless a line says otherwise; `fp32` below
     grouped_gemm(rows [M, K] in the order of dispatch, weight [E, N, K], dispatch) -> [M, N]
     combine(rows [M, H] in the order of dispatch, weights [N, k], dispatch) -> [N, H], in the dtype of the rows
 
-Empty tensors, ids and targets outside, and dtypes, shapes or devices that do not fit are a ValueError; only `torch` on
-CUDA leaves ids and targets to the assertions of torch's kernels, as looking at them takes a host sync.
+Empty tensors, ids and targets outside, and dtypes, shapes or devices that do not fit are a ValueError. On CUDA, where
+looking at ids and targets takes a host sync, `torch` leaves them to the assertions of torch's kernels, and `triton`
+gives NaN for their rows.
 
 The callable of an operator may carry attributes, each of which promises something more:
 
@@ -32,7 +33,8 @@ The callable of an operator may carry attributes, each of which promises somethi
     forward(query, key, value, segments, *, scale) -> (out, lse fp32 [B, T, Hq], -inf on pads), of attention
     backward(query, key, value, out, lse, grad_out, segments, *, scale) -> (dq, dk, dv), of attention: run once a sample
         over whole sequences, on what `forward` gave, in whatever chunks; the bits are the same in every layout.
-    backend: "triton" or "cuda": what must be seen to run when the operator is called.
+    backend: "triton" or "cuda": what must be seen to run when the operator is called. A launcher of CUDA kernels tells
+        `rlspec.device.observe.native(name)` of each launch.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class Variant:
         return {name: comparing.number(value) for name, value in made.items()}
 
     def _violable(self, judgment: str, name: str, got: Tensor, want: Tensor, line: Mapping[str, Any]) -> None:
-        """Which wrong candidates the row would pass: it judges nothing there."""
+        """Wrong candidates that the row would also pass: where there are any, it proves nothing."""
         limits = self._limits(judgment)
         assert limits is not None
         exact = not got.is_floating_point()

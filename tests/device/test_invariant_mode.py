@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -226,6 +227,8 @@ REFUSED = {
     "logsumexp": (lambda: X.logsumexp(-1), "logsumexp: aten.logsumexp"),
     "var": (lambda: X.var(-1), "var: aten.var"),
     "norm": (lambda: X.norm(dim=-1), "norm: aten.linalg_vector_norm"),
+    "logcumsumexp": (lambda: X.logcumsumexp(-1), "logcumsumexp: aten.logcumsumexp"),
+    "another library": (lambda: another_library(X), "an operator of another library"),
     "nll_loss": (lambda: F.nll_loss(X[0], torch.arange(5)), "nll_loss: aten.nll_loss_forward"),
     "addmm with beta": (lambda: torch.addmm(B, X[0], W.t(), beta=2), "addmm: beta=2"),
     "out=": (lambda: torch.mm(X[0], W.t(), out=torch.empty(5, 48)), "mm: out="),
@@ -269,6 +272,19 @@ REFUSED = {
     "a subclass": (lambda: F.linear(X.as_subclass(Other), W), "Other"),
     "autocast": (lambda: cast(), "linear: autocast is on"),
 }
+
+
+@functools.cache
+def _library():
+    library = torch.library.Library("tests_of_invariant_mode", "FRAGMENT")
+    library.define("whole(Tensor x) -> Tensor")
+    library.impl("whole", lambda x: x.cumsum(-1), "CompositeExplicitAutograd")
+    return library
+
+
+def another_library(x):
+    _library()
+    return torch.ops.tests_of_invariant_mode.whole(x)
 
 
 class Other(torch.Tensor):

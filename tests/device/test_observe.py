@@ -303,3 +303,22 @@ def test_a_kernel_under_the_interpreter_is_seen(interpreted):
 def test_a_fallback_is_seen_and_its_cell_is_an_error(interpreted, name, problem):
     reason, _, error, category = interpreted[name]
     assert error is None and problem in reason and category == "red_provenance"
+
+
+# Kernels outside Triton tell of themselves
+
+
+def test_a_launcher_of_cuda_kernels_is_heard_while_somebody_watches():
+    with observe.watch() as outer, observe.watch() as inner:
+        with inner.call(launches=True):
+            observe.native("scale_bf16")
+        with inner.call(launches=True):
+            pass
+    observe.native("after")
+    assert inner.native == outer.native == ["scale_bf16"] and inner.idle == 1
+    assert fallbacks.fallback("cuda", outer.plain()) is None
+    assert "1 of its calls launched no cuda kernel" in fallbacks.fallback("cuda", inner.plain())
+
+
+def test_an_operator_of_a_users_library_is_no_fallback():
+    assert fallbacks.fallback("triton", seen(triton=["k"], torch=["view", "mine::silu"]).plain()) is None
