@@ -19,8 +19,9 @@ Tied weights are two gradients, added once at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -30,11 +31,13 @@ from rlspec.device import checking
 from rlspec.errors import RunError
 
 BLOCK = 16
+_HOST = torch.device("cpu")
 
 Fold = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """fold(accumulator fp32, x [R, ...], dy [R, ...], blocks int32 [n, 16]): add n blocks of rows in order, in place.
 
-An entry of `blocks` is a row of x and dy, or -1 for a zero row. Rows that stand in no block must not be read.
+An entry of `blocks` is a row of x and dy, or -1 for a zero row. Rows that stand in no block must not be read. The table
+is on the device of x; a fold that reads rows where they lie may ask for it on the host (`on_host`).
 """
 
 
@@ -46,6 +49,21 @@ class Run(NamedTuple):
     length: int
     row: int
     sample_length: int
+
+
+class Plan(NamedTuple):
+    """What a call adds: `blocks` int32 [n, 16], and the rows int64 that wait for their block; None if there are none.
+
+    `straight`: the rows of the blocks follow one another, with zero rows at the very end alone.
+    """
+
+    blocks: Tensor | None
+    left: Tensor | None
+    straight: bool
+
+    def to(self, device: torch.device) -> Plan:
+        moved = (None if rows is None else rows.to(device, non_blocking=True) for rows in (self.blocks, self.left))
+        return Plan(*moved, self.straight)
 
 
 @dataclass(frozen=True)
@@ -102,21 +120,36 @@ class Identity:
         """The runs in canonical order: samples as numbered, positions ascending."""
         return sorted(self.runs)
 
+    def plan(self, held: int, device: torch.device) -> Plan:
+        """With `held` carried rows in front of the call's. Kept: all weights of a model ask for the same."""
+        if (held, device) not in self._plans:
+            on_host = device.type == "cpu"
+            self._plans[held, device] = _cut(self.ordered, held) if on_host else self.plan(held, _HOST).to(device)
+        return self._plans[held, device]
+
+    @cached_property
+    def _plans(self) -> dict[tuple[int, torch.device], Plan]:
+        return {}
+
 
 class WeightGradient:
     """The gradient of one weight over all calls of a step, in canonical order. See the head of the module.
 
     `accumulator` fp32 is added to in place. `lengths`: the length of each sample of the workload; then samples that
-    are missing at the end are noticed too. After an error nothing of the refused call has been added.
+    are missing at the end are noticed too. `on_host`: a table of rows that follow one another stays on the host, for a
+    fold that then reads them where they lie. After an error nothing of the refused call has been added.
     """
 
-    def __init__(self, accumulator: Tensor, fold: Fold, lengths: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, accumulator: Tensor, fold: Fold, lengths: Sequence[int] | None = None, *, on_host: bool = False
+    ) -> None:
         if accumulator.dtype != torch.float32:
             raise ValueError(f"a gradient is summed in fp32, not in {accumulator.dtype}")
         if lengths is not None and (not lengths or min(lengths) < 1):
             raise ValueError(f"there must be samples, and each must have rows: lengths {list(lengths)}")
         self._accumulator = accumulator
         self._fold = fold
+        self._on_host = on_host
         self._lengths = None if lengths is None else tuple(int(length) for length in lengths)
         self._sample, self._position, self._open_length = 0, 0, 0
         self._carry: tuple[Tensor, Tensor] | None = None
@@ -142,12 +175,12 @@ class WeightGradient:
         held = self.carried
         if self._carry is not None:
             x, dy = (torch.cat(pair) for pair in zip(self._carry, (x, dy), strict=True))
-        blocks, left = _cut(ordered, held)
-        if blocks:
-            table = torch.tensor(blocks, dtype=torch.int32).to(x.device, non_blocking=True)
-            self._fold(self._accumulator, x, dy, table)
-        rows = torch.tensor(left, dtype=torch.int64).to(x.device, non_blocking=True)
-        self._carry = (x.index_select(0, rows), dy.index_select(0, rows)) if left else None
+        plan = identity.plan(held, x.device)
+        blocks = identity.plan(held, _HOST).blocks if self._on_host and plan.straight else plan.blocks
+        if blocks is not None:
+            self._fold(self._accumulator, x, dy, blocks)
+        left = plan.left
+        self._carry = None if left is None else (x.index_select(0, left), dy.index_select(0, left))
         self._sample, self._position, self._open_length = after
 
     def finish(self) -> Tensor:
@@ -289,22 +322,22 @@ def embedding_gradient(weight: Tensor, lengths: Sequence[int] | None = None) -> 
     return WeightGradient(_zeros(weight, 2), fold_embedding, lengths)
 
 
-def _cut(ordered: Sequence[Run], held: int) -> tuple[list[list[int]], list[int]]:
+def _cut(ordered: Sequence[Run], held: int) -> Plan:
     """Blocks of rows, and the rows left over, of the `held` rows in front and the rows of the runs behind them."""
-    blocks: list[list[int]] = []
-    rows = list(range(held))
+    whole: list[Tensor] = []
+    rows = torch.arange(held)
     for run in ordered:
-        rows += range(held + run.row, held + run.row + run.length)
+        rows = torch.cat((rows, torch.arange(held + run.row, held + run.row + run.length)))
         if run.position + run.length == run.sample_length:
-            rows += [-1] * (-len(rows) % BLOCK)
-        whole = len(rows) // BLOCK * BLOCK
-        blocks += _blocks(rows[:whole])
-        rows = rows[whole:]
-    return blocks, rows
-
-
-def _blocks(rows: list[int]) -> Iterator[list[int]]:
-    return (rows[start : start + BLOCK] for start in range(0, len(rows), BLOCK))
+            rows = torch.cat((rows, rows.new_full((-len(rows) % BLOCK,), -1)))
+        count = len(rows) // BLOCK * BLOCK
+        whole.append(rows[:count])
+        rows = rows[count:]
+    table = torch.cat(whole)
+    real = int((table >= 0).sum())
+    straight = bool(real) and torch.equal(table[:real], torch.arange(int(table[0]), int(table[0]) + real))
+    blocks = table.view(-1, BLOCK).to(torch.int32) if len(table) else None
+    return Plan(blocks, rows if len(rows) else None, straight)
 
 
 def _rows(x: Tensor, blocks: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def embedding_gradient(weight: Tensor, *, lengths: Sequence[int] | None = None) 
 
 def matrix_gradient(weight: Tensor, *, lengths: Sequence[int] | None = None) -> WeightGradient:
     """Of a weight [N, K], from x [R, K] and dy [R, N], which is rounded to the dtype of x if that differs."""
-    return WeightGradient(_zeros(weight), _fold_matrix, lengths)
+    return WeightGradient(_zeros(weight), _fold_matrix, lengths, on_host=True)
 
 
 def norm_gradient(

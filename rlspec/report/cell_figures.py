@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rlspec import layouts
 from rlspec.report import rows
 from rlspec.report.text import clean, flat, number
 
@@ -16,6 +17,7 @@ COLUMNS = {
     "gradient_invariance": "gradient bits",
 }
 ORDER = ("operator", "tier", *COLUMNS.values())
+ACROSS = ("operator", "forward", "gradient")
 LEGEND = (
     "accuracy, gradient: within the contract's row of the reference. bits, gradient bits: every layout of the workload "
     "equal to one packed batch, to the bit."
@@ -39,6 +41,40 @@ def tables(report: Mapping[str, Any]) -> Iterator[tuple[str, list[rows.Cells]]]:
                 line = lines.setdefault((at["operator"], at["tier"]), names)
                 line[COLUMNS[one["judgment"]]] = clean(one["status"])
         yield clean(arm), list(lines.values())
+
+
+def across(report: Mapping[str, Any]) -> Iterator[tuple[str, list[rows.Cells]]]:
+    """(heading, its rows): of each arm after the first, an operator a row, whether its results have the same bits.
+
+    Compared are the digests of the canonical layout, which are there also where no cell asks for it.
+    """
+    measured = {arm: _canonical(found) for arm, found in (report["measured"] or {}).items()}
+    for arm, digests in list(measured.items())[1:]:
+        first = next(iter(measured))
+        shared = digests.keys() & measured[first].keys()
+        lines: dict[str, rows.Cells] = {}
+        for column, gradient in (("forward", False), ("gradient", True)):
+            for operator in dict.fromkeys(key[0] for key in measured[first]):
+                keys = [key for key in shared if key[:2] == (operator, gradient)]
+                if keys:
+                    apart = sum(digests[key] != measured[first][key] for key in keys)
+                    line = lines.setdefault(operator, {"operator": clean(operator)})
+                    line[column] = f"{apart} of {len(keys)} differ" if apart else f"all {len(keys)} equal"
+        if lines:
+            yield f"bits of {clean(arm)} beside those of {clean(first)}", list(lines.values())
+
+
+def _canonical(measured: Mapping[str, Any]) -> dict[tuple[str, bool, str, str, str, str], str]:
+    """The digest of each tensor in the canonical layout; of an implementation that ran in it."""
+    found = {}
+    for cell in measured["cells"]:
+        for line in cell["comparisons"]:
+            if line["against"] == layouts.CANONICAL:
+                sample = line["configuration"].partition("/")[2].partition("/")[2]
+                gradient = line["judgment"].startswith("gradient")
+                key = cell["operator"], gradient, cell["tier"], line["variant"], line["tensor"], sample
+                found[key] = line["against_digest"]
+    return found
 
 
 def counted(report: Mapping[str, Any]) -> Iterator[str]:

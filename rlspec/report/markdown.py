@@ -51,6 +51,8 @@ def _matrix(report: Report) -> list[list[str]]:
     made = []
     for arm, lines in cell_figures.tables(report):
         made.append([f"Arm {escape(arm)}", "", *_table(lines, cell_figures.ORDER)])
+    for title, lines in cell_figures.across(report):
+        made.append([escape(title).capitalize(), "", *_table(lines, cell_figures.ACROSS)])
     made.append([f"- {escape(line)}" for line in (*cell_figures.counted(report), *cell_figures.remarks(report))])
     wrong = [
         f"- **{status}** {escape(named)}: {escape(reason)}"

@@ -34,8 +34,9 @@ def figures(verdict: rows.Verdict) -> Iterator[rows.Figure]:
         yield "compared", _compared(evidence)
     if at := get("worst_token"):
         yield "worst token", f"{_token(at)}, d {number(at['dlogp'], digits=6)}"
-    yield "worst sequences", ", ".join(
-        f"{clean(one['sample'])} {number(one['max_abs_dlogp'])}" for one in get("worst_sequences", ())
+    yield (
+        "worst sequences",
+        ", ".join(f"{clean(one['sample'])} {number(one['max_abs_dlogp'])}" for one in get("worst_sequences", ())),
     )
     yield "percentiles of |d|", ", ".join(f"{clean(q)} % {number(d)}" for q, d in get("percentiles", {}).items())
     yield "mean d", number(get("mean_dlogp"))

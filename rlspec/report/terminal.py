@@ -146,7 +146,10 @@ def _cells(report: Report, width: int) -> list[list[str]]:
     for arm, lines in found:
         head = [f"arm {arm}"] if len(found) > 1 else []
         made.append(head + _table(lines, cell_figures.ORDER, width, "operator"))
-    return [*made, wrap(cell_figures.LEGEND, min(width, PROSE))]
+    made.append(wrap(cell_figures.LEGEND, min(width, PROSE)))
+    for title, lines in cell_figures.across(report):
+        made.append([*wrap(title, width), *_table(lines, cell_figures.ACROSS, width, "operator")])
+    return made
 
 
 def _troubles(report: Report, width: int, verbose: bool) -> list[str]:

@@ -90,9 +90,7 @@ def _stem(report: Mapping[str, Any], name: str) -> str:
     return f"{report['tag']}-{name}" if report["tag"] else name
 
 
-def _history(
-    folder: Path, report: Mapping[str, Any], arm: Mapping[str, Any]
-) -> Iterator[tuple[int, dict[str, float]]]:
+def _history(folder: Path, report: Mapping[str, Any], arm: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, float]]]:
     """Step and metrics of an arm, as its records have them; nothing for an arm that has none."""
     try:
         run = records.read(

@@ -34,6 +34,7 @@ def checks(device: torch.device) -> Iterator[tuple[str, bool, str]]:
     yield from _backward(device, 128, None)
     yield from _backward(device, 64, 200)
     yield from _backward(device, 256, None)
+    yield "attention: captured in a graph", *_captured(device)
 
 
 def _sample(device: torch.device, rows: int, queries: int, keys: int, width: int, dtype: torch.dtype) -> list[Tensor]:
@@ -114,9 +115,7 @@ def _layouts(
     spans = (0, 33, length), (1, 0, 777), (1, 777, length), (2, 900, length)
     entries = [(row, start, count, start, count) for row, start, count in spans]
     found, marks = kernel.forward(*wide, _table(entries, device), **options)
-    good = all(
-        _same((found[r, s : s + n], marks[r, s : s + n]), (out[0, :n], lse[0, :n])) for r, s, n, _, _ in entries
-    )
+    good = all(_same((found[r, s : s + n], marks[r, s : s + n]), (out[0, :n], lse[0, :n])) for r, s, n, _, _ in entries)
     good &= not bool(found[0, :33].any()) and not bool(found[1, 777 + length :].any())
     good &= bool((marks[2, :900] == -torch.inf).all())
     yield f"{tag}: packed, padded, NaN pads", good, "three rows"
@@ -193,12 +192,34 @@ def _backward(device: torch.device, width: int, window: int | None) -> Iterator[
     for one in tiles:
         chosen = {"dq_tile": kernel.Tile(*one), "dkv_tile": kernel.Tile(64, *one[1:])}
         for bulk in (False, True):
-            found = kernel._backward(
-                q, k, v, out, lse, grad, table, scale, length, length, window, bulk=bulk, **chosen
-            )
+            found = kernel._backward(q, k, v, out, lse, grad, table, scale, length, length, window, bulk=bulk, **chosen)
             if not _same(found, want):
                 bad.append((*one, bulk))
     yield f"{tag}: tiles", not bad, f"{len(tiles)} tiles twice, differ: {bad}"
+
+
+def _captured(device: torch.device) -> tuple[bool, str]:
+    """Prefill of a packed batch, decode and backward in one graph, replayed on other inputs."""
+    length, scale = 1001, 128**-0.5
+    q, k, v = _sample(device, 2, length, length, 128, torch.bfloat16)
+    table = _table([(0, 0, 300, 0, 300), (0, 300, 701, 300, 701), (1, 5, 900, 5, 900)], device)
+    one = _table([(0, 0, 1, 300, 701), (1, 0, 1, 5, 900)], device)
+
+    def work() -> list[Tensor]:
+        out, lse = kernel.forward(q, k, v, table, scale=scale)
+        decoded = kernel.forward(q[:, :1], k, v, one, scale=scale)
+        return [out, lse, *decoded, *kernel.backward(q, k, v, out, lse, q, table, scale=scale)]
+
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = work()
+    for tensor in (q, k, v):
+        tensor.copy_(torch.randn_like(tensor))
+    graph.replay()
+    bad = [number for number, (a, b) in enumerate(zip(work(), held, strict=True)) if not torch.equal(a, b)]
+    return not bad, f"results {bad} differ" if bad else ""
 
 
 def _differentiable(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
@@ -278,7 +299,7 @@ def _alternate(ours: Callable[[], object], theirs: Callable[[], object]) -> tupl
     return median((first[0], second[1])), median((first[1], second[0]))
 
 
-def steady(call: Callable[[], object], seconds: float = 0.12) -> float:
+def steady(call: Callable[[], object], seconds: float = 0.4) -> float:
     """Microseconds a call, alone, after a warm-up as long as the measurement."""
     call()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
@@ -317,9 +338,11 @@ def report(rows: Iterable[dict[str, object]]) -> Iterator[str]:
     for row in rows:
         ratio = row["ours_us"] / row["baseline_us"]  # type: ignore[operator]
         numbers = row["ours_us"], row["baseline"], row["baseline_us"], ratio, row["floor_us"]
-        yield f"| {row['kernel']} | {row['shape']} | " + " | ".join(
-            x if isinstance(x, str) else f"{x:.2f}" for x in numbers
-        ) + " |"
+        yield (
+            f"| {row['kernel']} | {row['shape']} | "
+            + " | ".join(x if isinstance(x, str) else f"{x:.2f}" for x in numbers)
+            + " |"
+        )
 
 
 if __name__ == "__main__":
