@@ -91,7 +91,7 @@ def test_keys_count_by_the_key():
     decode = next(tier for tier in benches.shipped("wide").tiers if tier.name == "decode")
     whole = {e.tensor: e.tokens for e in nodes.expected("attention", decode, "gradient_accuracy", "cpu")
              if e.configuration == "BN/full"}  # fmt: skip
-    assert whole["dquery"] == decode.tokens == 21 and whole["dkey"] == sum(s.length for s in decode.samples)
+    assert whole["dquery"] == decode.tokens == 276 and whole["dkey"] == sum(s.length for s in decode.samples)
 
 
 def test_streams_are_for_gpus_and_other_processes_for_bits():
