@@ -19,10 +19,11 @@ class Column:
     """One metric while its log is read: a value and a mark of presence for each step line.
 
     `stripped` says that trailing zeros may have been left out, `coarsest` and `finest` are the decimal exponents of the
-    last digits seen, `exact` that one value had all digits of a double.
+    last digits seen, `exact` that one value had all digits of a double, `float32` that values were stored as such.
     """
 
     stripped: bool
+    float32: bool = False
     values: array[float] = field(default_factory=lambda: array("d"))
     present: bytearray = field(default_factory=bytearray)
     coarsest: int | None = None
@@ -40,8 +41,12 @@ class Column:
 
         Where a program prints a fixed number of digits the coarsest last digit counts: that of the largest value for
         exponent forms and for texts of four significant digits. Where trailing zeros may have been left out the most
-        decimals seen count, and one value of 15 significant digits shows that all are exact: 0.
+        decimals seen count, and one value of 15 significant digits shows that all are exact: 0. Of float32 it is half a
+        unit in the last place of the largest value.
         """
+        if self.float32:
+            largest = max((abs(value) for value in self.values if math.isfinite(value)), default=0.0)
+            return math.ldexp(1.0, math.frexp(largest)[1] - 25) if largest else 0.0
         digit = self.finest if self.stripped else self.coarsest
         return 0.0 if digit is None or (self.stripped and self.exact) else float(f"5e{digit - 1}")
 
@@ -81,7 +86,7 @@ class Column:
         return last[0] > (self.finest if self.stripped else self.coarsest)
 
     def _note_digit(self, text: str, value: float) -> None:
-        last = None if self.stripped and self.exact else last_digit(text, value)
+        last = None if self.float32 or (self.stripped and self.exact) else last_digit(text, value)
         if last is None:
             return
         self.stripped &= not isinstance(text, Quoted)
@@ -91,16 +96,21 @@ class Column:
 
 
 class Table:
-    """The step lines of one log in their order. Without `wanted` every field whose first value is a number counts."""
+    """The step lines of one log in their order. Without `wanted` every field whose first value is a number counts.
 
-    def __init__(self, log: str, wanted: Iterable[str], stripped: bool) -> None:
-        self.columns = {name: Column(stripped) for name in wanted}
+    `unit` is what the log counts, lines of text or values.
+    """
+
+    def __init__(
+        self, log: str, wanted: Iterable[str], stripped: bool, float32: bool = False, unit: str = "line"
+    ) -> None:
+        self.columns = {name: Column(stripped, float32) for name in wanted}
         self.steps: array[int] = array("q")
         self.notes: list[str] = []
         self._places: array[int] = array("q")
         self._log = log
         self._open = not self.columns
-        self._stripped = stripped
+        self._stripped, self._float32, self._unit = stripped, float32, unit
         self._ignored: set[str] = set()
         self._faults: dict[str, str] = {}
         self._more: Counter[str] = Counter()
@@ -167,9 +177,10 @@ class Table:
         repeats = {row: first for rows in merged.values() for row, first in rows.items()}
         if repeats:
             row, first = min(repeats.items())
+            where = f"{self._unit}s {self._places[first]} and {self._places[row]}"
             self.notes.append(
-                f"{self._log} repeats {len(repeats)} step lines; the equal values of {', '.join(merged)} were merged "
-                f"(the first: step {self.steps[row]}, lines {self._places[first]} and {self._places[row]})"
+                f"{self._log} repeats {len(repeats)} step {self._unit}s; the equal values of {', '.join(merged)} were "
+                f"merged (the first: step {self.steps[row]}, {where})"
             )
 
     def _distinct(self, name: str, rows: Sequence[int], remedy: str) -> tuple[list[int], dict[int, int]]:
@@ -187,9 +198,9 @@ class Table:
             row, first = next(iter(differing.items()))
             self.fault(
                 name,
-                f"has step {self.steps[row]} twice with different values of {name}: {values[first]!r} at line "
-                f"{self._places[first]} and {values[row]!r} at line {self._places[row]} "
-                f"({len(differing)} such lines; {remedy})",
+                f"has step {self.steps[row]} twice with different values of {name}: {values[first]!r} at "
+                f"{self._unit} {self._places[first]} and {values[row]!r} at {self._unit} {self._places[row]} "
+                f"({len(differing)} such {self._unit}s; {remedy})",
             )
         return kept, equal
 
@@ -202,7 +213,7 @@ class Table:
         if value is None:
             return
         if name not in self.columns:
-            self.columns[name] = Column(self._stripped)
+            self.columns[name] = Column(self._stripped, self._float32)
             self.columns[name].pad(row)
         column = self.columns[name]
         if ending is not None and ending.rstrip().endswith(text) and column.is_cut(text, value):
@@ -216,7 +227,7 @@ class Table:
     def _refuse(self, row: int, name: str, text: str) -> None:
         """In an open table a field whose first value is no number is no metric."""
         if name in self.columns:
-            self.fault(name, f"line {self._places[row]} has {name} {text[:80]!r}, which is no number")
+            self.fault(name, f"{self._unit} {self._places[row]} has {name} {text[:80]!r}, which is no number")
         else:
             self._ignored.add(name)
 

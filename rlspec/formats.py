@@ -35,9 +35,13 @@ class Line:
 
 
 class Format(ABC):
-    """Parses lines in the order of the log. `stripped` says that trailing zeros of numbers may be left out."""
+    """Parses lines in the order of the log.
+
+    `stripped` says that trailing zeros of numbers may be left out, `float32` that values are kept as such.
+    """
 
     stripped = False
+    float32 = False
 
     @abstractmethod
     def parse(self, text: str) -> Line | None:
@@ -49,6 +53,14 @@ class Format(ABC):
         `decimals` has the most decimals seen of each metric that is wanted, EXACT_DIGITS where its values are exact.
         """
         return None
+
+    def end(self) -> Line | None:
+        """The step line that the end of the log completes, where one takes several lines of text."""
+        return None
+
+    def recognises(self, head: str) -> bool:
+        """Whether a file that begins like this has the format, where single lines do not tell."""
+        return False
 
     def steps(self) -> Sequence[str]:
         """Step numbers to take at the end of the log, if there is one for each line parsed."""

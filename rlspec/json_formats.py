@@ -135,18 +135,22 @@ class Dicts(Format):
         starts = len(self._loss.findall(text))
         if not starts:
             return None
-        found = [pairs for pairs in map(_dict_pairs, self._dict.findall(text)) if "loss" in pairs]
+        found = [pairs for pairs in map(dict_pairs, self._dict.findall(text)) if "loss" in pairs]
         if len(found) != starts or starts > 1:
             raise BadLine("*", "has a dict with a loss that cannot be read, so the steps cannot be counted")
         fields = found[0]
         self._own.append(fields.pop("step", None))
         return Line(str(len(self._own)), fields)
 
+    def recognises(self, head: str) -> bool:
+        """Whether this is a trainer_state.json."""
+        return head.lstrip().startswith("{") and '"log_history"' in head
+
     def steps(self) -> Sequence[str]:
         return [step for step in self._own if step is not None]
 
 
-def _dict_pairs(text: str) -> dict[str, str | None]:
+def dict_pairs(text: str) -> dict[str, str | None]:
     """The pairs of a flat dict in Python's or JSON's writing; empty where it is neither."""
     text = re.sub(r"\bnp\.\w+\(([^()]*)\)", r"\1", text)
     quote = "'" if "'" in text else '"'
@@ -173,11 +177,6 @@ def _dict_value(value: object) -> str | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Token(repr(value))
     return _scalar(value)
-
-
-def is_trainer_state(head: str) -> bool:
-    """Whether a file that begins like this is a trainer_state.json."""
-    return head.lstrip().startswith("{") and '"log_history"' in head
 
 
 def trainer_state(text: str) -> tuple[list[Line], list[str]]:

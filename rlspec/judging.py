@@ -44,7 +44,8 @@ def judge(
         return _parity(files, contract)
     if kind == "performance":
         _refuse({"--metric": metrics}, "kind performance judges step_time, throughput and peak_memory")
-    roles = _roles(files, bases, features, 2 if kind == "correctness" else 1)
+    folders = reader in logs.READERS and logs.READERS[reader].folders
+    roles = _roles(files, bases, features, 2 if kind == "correctness" else 1, folders)
     if reader is None:
         raise SpecError(f"name the --reader of the logs; {schema.suggestion('', logs.READERS)}")
     if reader not in logs.READERS:
@@ -96,7 +97,7 @@ def _from_report(path: Path, contract: str | None) -> dict[str, Any]:
     files = []
     for arm in made["arms"]:
         log = Path(arm["log"] or "")
-        if not log.is_file():
+        if not arm["log"] or not log.exists():
             raise SpecError(f"{path}: {log}, the log of {arm['name']}, is not here any more")
         if digest(log) != arm["log_digest"]:
             raise SpecError(f"{path}: {log}, the log of {arm['name']}, is not what was judged: its digest differs")
@@ -122,7 +123,7 @@ def _parity(files: Sequence[Path], contract: str | None) -> dict[str, Any]:
 
 
 def _roles(
-    files: Sequence[Path], bases: Sequence[Path], features: Sequence[Path], least: int
+    files: Sequence[Path], bases: Sequence[Path], features: Sequence[Path], least: int, folders: bool
 ) -> tuple[tuple[str, Path], ...]:
     by_name = sorted(files, key=lambda path: path.name)
     base = [*bases, *(path for path in by_name if path.stem.startswith("base"))]
@@ -133,7 +134,7 @@ def _roles(
     loose = [path for path in files if path not in base and path not in feature]
     if loose:
         raise SpecError(f"{loose[0]}: base or feature? name it base… or feat…, or say --base FILE or --feature FILE")
-    _distinct([*base, *feature])
+    _distinct([*base, *feature], folders)
     if len(base) < least or not feature:
         wanted = "two base logs (their difference is the floor)" if least == 2 else "a base log"
         here = f"{len(base)} base and {len(feature)} feature logs"
@@ -149,14 +150,20 @@ def _groups(pattern: str) -> list[str]:
         return []  # logs.read says what is wrong with it
 
 
-def _distinct(paths: Sequence[Path]) -> None:
+def _distinct(paths: Sequence[Path], folders: bool = False) -> None:
     for path in paths:
-        if not path.is_file():
+        if not (path.is_file() or (folders and path.is_dir())):
             raise SpecError(f"{path} is a folder, name the file in it" if path.is_dir() else f"there is no file {path}")
-    inodes = [(path.stat().st_dev, path.stat().st_ino) for path in paths]
-    for path, inode in zip(paths, inodes, strict=True):
-        if inodes.count(inode) > 1:
+    inodes = [_inodes(path) for path in paths]
+    for path, mine in zip(paths, inodes, strict=True):
+        if sum(not mine.isdisjoint(other) for other in inodes) > 1:
             raise SpecError(f"{path} stands twice: a file compared with itself proves nothing")
+
+
+def _inodes(path: Path) -> set[tuple[int, int]]:
+    """What tells a file, or the files of a folder, whatever their names are."""
+    files = [path] if path.is_file() else [path, *path.iterdir()]
+    return {(file.stat().st_dev, file.stat().st_ino) for file in files}
 
 
 def rejudge(folder: runs.Folder, contract_name: str | None = None) -> dict[str, Any]:

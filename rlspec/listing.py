@@ -103,7 +103,9 @@ _ROWS: dict[str, Callable[[Path], list[tuple[str, ...]]]] = {
     "workloads": _workloads,
     "runs": _runs,
     "trainers": lambda near: [(name, entry.about) for name, entry in TRAINERS.items()],
-    "readers": lambda near: [(name, reader.about) for name, reader in logs.READERS.items()],
+    "readers": lambda near: [
+        (name, reader.units, reader.resolution, reader.about) for name, reader in logs.READERS.items()
+    ],
     "judgments": lambda near: [(name, *about) for name, about in JUDGMENTS.items()],
 }
 

@@ -15,10 +15,11 @@ from rlspec.columns import Table
 from rlspec.errors import RunError, SpecError
 from rlspec.escapes import ESCAPES
 from rlspec.formats import BadLine, Format, Line
-from rlspec.json_formats import Dicts, is_trainer_state, trainer_state
+from rlspec.json_formats import Dicts, trainer_state
 from rlspec.model import Arm, Run, Series
 from rlspec.printed import whole_number
 from rlspec.readers import GRADIENT_NORMS, READERS, Reader, find, understanding
+from rlspec.recordings import Recording
 from rlspec.shapes import Shape
 
 __all__ = ["GRADIENT_NORMS", "READERS", "read"]
@@ -39,7 +40,7 @@ def read(path: Path, reader: str, arm: Arm, *, metrics: Sequence[str] = (), patt
     if pattern is not None and reader != "regex":
         raise SpecError(f"reader {reader} takes no pattern: use --reader regex, or leave out --pattern")
     form = chosen.form(pattern)
-    if path.is_dir():
+    if path.is_dir() and not isinstance(form, Recording):
         raise SpecError(f"log {path} is a folder: name the log file in it")
     if not path.exists():
         raise SpecError(f"log {path} does not exist: check its name and the working directory")
@@ -60,7 +61,8 @@ class _Log:
     def __init__(self, path: Path, form: Format, wanted: Sequence[str]) -> None:
         self.path = path
         self.form = form
-        self.table = Table(path.name, wanted, form.stripped)
+        self.unit = "value" if isinstance(form, Recording) else "line"
+        self.table = Table(path.name, wanted, form.stripped, form.float32, self.unit)
         self.totals: dict[int, int] = {}
         self.count = 0
         self.first_lines: list[str] = []
@@ -68,11 +70,15 @@ class _Log:
         self._shapes = 0
 
     def read(self) -> None:
+        if isinstance(self.form, Recording):
+            self._recording(self.form)
+            return
+        text, ended = "", True
         for text, ended in _blocks(self.path):
             if not self.count:
                 text = text.removeprefix("\ufeff")
                 self.first_lines = re.split("[\r\n]", text, maxsplit=SNIFFED_LINES)[:SNIFFED_LINES]
-                if isinstance(self.form, Dicts) and is_trainer_state(text):
+                if isinstance(self.form, Dicts) and self.form.recognises(text):
                     self._trainer_state()
                     return
             if ended:
@@ -80,7 +86,21 @@ class _Log:
             else:
                 self.count += 1
                 self._line(self.count, text, ending=True)
+        if (last := self.form.end()) is not None:
+            self._add(self.count, last, None if ended else text)
         self._renumber()
+
+    def _recording(self, form: Recording) -> None:
+        """The values of a binary file, up to the first that is damaged."""
+        file = form.files(self.path)[0]
+        with file.open("rb") as stream:
+            self.first_lines = _clean(stream.read(BLOCK)).split("\n")[:SNIFFED_LINES]
+        try:
+            for line in form.lines(self.path):
+                self.count += 1
+                self._add(self.count, line)
+        except BadLine as bad:
+            self.table.fault(bad.metric, str(bad))
 
     def _trainer_state(self) -> None:
         try:
@@ -136,7 +156,8 @@ class _Log:
             total = None if line.total is None else whole_number(line.total)
         except ValueError:
             of = "" if line.total is None else f" of {line.total[:40]}"
-            self.table.fault("*", f"line {place} has the step number {line.step[:40]!r}{of}: not a whole number from 0")
+            said = f"{self.unit} {place} has the step number {line.step[:40]!r}{of}"
+            self.table.fault("*", f"{said}: not a whole number from 0")
             return False
         if total is not None:
             self.totals.setdefault(total, place)
@@ -209,8 +230,8 @@ def _nothing(log: _Log, reader: Reader) -> str:
     """Why a log has no step line."""
     said = log.table.faults.get("*", log.path.name)
     hint = ""
-    if any("\0" in line for line in log.first_lines):
-        hint = "; it holds NUL bytes, so it is binary or UTF-16 and not UTF-8 text"
-    elif other := understanding(log.first_lines, but=reader.name):
+    if other := understanding(log.first_lines, but=reader.name):
         hint = f"; reader {other} understands it (--reader {other})"
-    return f"{said}: no step line that reader {reader.name} understands ({log.count} lines read){hint}"
+    elif any("\0" in line for line in log.first_lines):
+        hint = "; it holds NUL bytes, so it is binary or UTF-16 and not UTF-8 text"
+    return f"{said}: no step line that reader {reader.name} understands ({log.count} {log.unit}s read){hint}"

@@ -24,6 +24,14 @@ class Token(str):
 class Quoted(str):
     """A number printed as text with four significant digits, trailing zeros stripped."""
 
+    digits = 4
+
+
+class Shortened(Quoted):
+    """The same with three, such as 1.05M."""
+
+    digits = 3
+
 
 def is_absent(text: str) -> bool:
     """Whether a text says that there is no value."""
@@ -64,7 +72,7 @@ def last_digit(text: str, value: float) -> tuple[int, int] | None:
     if found := WRAPPED.fullmatch(plain):
         plain = found[1]
     if isinstance(text, Quoted):
-        return Decimal(plain).adjusted() - 3, 4
+        return Decimal(plain).adjusted() - text.digits + 1, text.digits
     mantissa, _, exponent = plain.lower().partition("e")
     whole, _, fraction = mantissa.partition(".")
     return int(exponent or 0) - len(fraction), len((whole + fraction).lstrip("+-0"))

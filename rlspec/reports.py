@@ -21,8 +21,13 @@ def now() -> str:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """SHA-256 of a file, of a folder that of the names and contents of its files."""
     made = hashlib.sha256()
+    if path.is_dir():
+        for inner in sorted(path.iterdir()):
+            if inner.is_file():
+                made.update(f"{inner.name}\0{digest(inner)}\0".encode())
+        return made.hexdigest()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             made.update(block)

@@ -12,10 +12,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlspec"
 ROWS = (
-    {"errors", "model", "escapes", "interrupts", "printed", "workloads"},
+    {"errors", "model", "escapes", "interrupts", "printed", "workloads", "wire"},
     {"git", "progress", "failure", "shapes", "compare", "logprob_lines", "layouts"},
     {"changes", "journal", "output", "formats", "columns", "joining", "student", "logprobs", "nodes"},
-    {"checkout", "child", "json_formats", "pairing", "fallbacks", "measurements"},
+    {"checkout", "child", "json_formats", "pairing", "fallbacks", "measurements", "recordings"},
+    {"trainer_formats"},
     {"trees", "readers", "hints", "dlogp_statistics", "cells"},
     {"document", "rules"},
     {"schema", "trainers"},

@@ -8,9 +8,17 @@ from tests.log_samples import TITAN, megatron, pith, points
 
 
 def test_readers_are_complete():
-    assert list(READERS) == ["pithtrain", "torchtitan", "megatron", "huggingface", "jsonl", "csv", "regex"]
+    trainers = ["pithtrain", "torchtitan", "megatron", "huggingface", "nanotron", "olmo", "verl", "slime", "mllog"]
+    assert list(READERS) == [*trainers, "tensorboard", "wandb", "jsonl", "csv", "regex"]
     assert all(reader.name == name and reader.about for name, reader in READERS.items())
+    assert all(reader.resolution and reader.units for reader in READERS.values())
     assert all(set(reader.timing) <= {"step_time", "throughput", "peak_memory"} for reader in READERS.values())
+
+
+def test_units():
+    assert READERS["pithtrain"].units == "s, tokens/s of the job, GiB"
+    assert READERS["torchtitan"].units == "tokens/s a device, GiB" and READERS["megatron"].units == "s"
+    assert READERS["slime"].units == "no times"
 
 
 def test_pithtrain(log):
