@@ -447,7 +447,7 @@ def lm_head(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     return det_gemm(x, weight, out_dtype)
 
 
-def fold(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor) -> None:
+def fold(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor | None = None) -> None:
     """accumulator += dyᵀ · x over the rows that `blocks` names, resumed in place: the gradient of a linear's weight.
 
     accumulator fp32 [N, K] contiguous, x [R, K], dy [R, N] of one dtype, blocks int32 [B, 16]: rows of x and dy, block
@@ -455,10 +455,11 @@ def fold(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor) -> None:
     block a step, so any cut of the sequence of blocks over calls gives the same bits, provided that every call uses
     the same dtype.
 
+    Without `blocks` all rows are added where they lie, in their order, the last block filled up with zero rows.
     `blocks` may be a CPU tensor: it is checked, and rows that follow one another, with -1 only at the very end, are
     read where they lie. Other tables make a gathered copy of the rows first. On the device the table is not looked at:
-    rows are always gathered, and one that does not exist makes the accumulator NaN. A graph can capture the first and
-    the last of these three.
+    rows are always gathered, and one that does not exist makes the accumulator NaN. A graph can capture all but
+    the second of these.
     Raises ValueError for other shapes, dtypes, devices, an empty table, and rows out of range in a CPU table.
     """
     _check_operands(x, dy, "x", "dy")
@@ -469,8 +470,11 @@ def fold(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor) -> None:
         raise ValueError(f"{shapes}: fold takes [N, K], [R, K], [R, N]")
     if accumulator.dtype != torch.float32 or not accumulator.is_contiguous() or accumulator.device != x.device:
         raise ValueError("accumulator: fold adds into a contiguous fp32 tensor on the device of x")
-    _check_blocks(blocks, x)
-    dy, x = _placed(dy, x, blocks)
+    if blocks is None:
+        dy, x = _rows(dy), _rows(x)
+    else:
+        _check_blocks(blocks, x)
+        dy, x = _placed(dy, x, blocks)
     if x.shape[0]:
         _weight_gradient(dy, x, accumulator, resume=True)
 

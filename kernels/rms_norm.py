@@ -216,9 +216,11 @@ def _sums_launch(x: Tensor, dy: Tensor, blocks: Tensor | None, sums: Tensor, eps
     (positions, heads, width), (block, rows) = x.shape, _shape(x.shape[-1], 4096)
     # Rows beyond the 16 positions of a block would have nothing to do.
     rows = min(rows, triton.next_power_of_2(GROUP * heads))
+    # Three stages of both tensors where they fit into shared memory.
+    stages = 3 if rows == 1 and block * x.element_size() <= 32768 else 1
     table = blocks is not None
     args = (x, dy, blocks if table else sums, sums, positions, heads, *_steps(x), *_steps(dy), eps)
-    constants = (width, block, rows, _unit(width, x.dtype), GROUP, table, 3 if rows == 1 else 1)
+    constants = (width, block, rows, _unit(width, x.dtype), GROUP, table, stages)
     return Launch(_block_sums, (sums.shape[0],), (*args, *constants), {"num_warps": _warps(block, rows)})
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from rlspec import layouts
 from rlspec.workloads import Tier
 
-IMPLEMENTATIONS = ("reference", "canonical", "torch", "triton")
+IMPLEMENTATIONS = ("reference", "canonical", "torch", "triton", "cuda")
 DEFAULT = "torch"  # of an operator that a mapping leaves out
 OWN_KERNELS = ("triton", "cuda")  # implementations whose kernels must be seen to run
 JUDGMENTS = ("forward_accuracy", "forward_invariance", "gradient_accuracy", "gradient_invariance")
@@ -61,9 +61,18 @@ NODES: Mapping[str, Node] = {
 }
 
 
+# What of a tier's `routings` an operator is judged in, and the products that experts make.
+_ROUTINGS = {
+    "router": ("even", "skewed", "tied", "sigmoid"),
+    "grouped_gemm": ("even", "skewed"),
+    "combine": ("even", "skewed"),
+}
+_PRODUCTS = {"grouped_gemm": ("gate_up", "down")}
+
+
 def implemented(operator: str) -> tuple[str, ...]:
     """The implementations of the catalogue that have the operator."""
-    return tuple(name for name in IMPLEMENTATIONS if not (name == "triton" and NODES[operator].experts))
+    return tuple(name for name in IMPLEMENTATIONS if not (name == "cuda" and NODES[operator].experts))
 
 
 def implementation_of(operator: str, given: str | Mapping[str, str] | None) -> str:
@@ -72,11 +81,14 @@ def implementation_of(operator: str, given: str | Mapping[str, str] | None) -> s
 
 
 def variants(operator: str, tier: Tier) -> tuple[str, ...]:
-    """The forms in which an operator is judged in a tier: projections of det_gemm, scales of logits, else one."""
+    """The forms in which an operator is judged in a tier: projections, scales of logits, ways to route, else one."""
     if operator == "det_gemm":
         return tier.projections
     if NODES[operator].family == "logprob":
         return tuple(f"scale {scale:g}" for scale in tier.logit_scales)
+    if NODES[operator].experts:
+        known = [name for name in tier.routings if name in _ROUTINGS[operator]]
+        return tuple(f"{way} {name}" if way else name for way in _PRODUCTS.get(operator, ("",)) for name in known)
     return ("",)
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from rlspec.device import checking, gradients
+from rlspec.device import checking, expert_gradients, gradients
 from rlspec.device.gradients import reciprocal_rms, tree_sum
 from rlspec.device.operators import Dispatch, Routing, Segment, Segments
 
@@ -124,10 +124,11 @@ def router(
     normalise: bool,
     logits_dtype: torch.dtype,
     choice: Tensor | None = None,
+    scoring: str = "softmax",
 ) -> Routing:
-    """[N, H], [E, H] -> softmax, the best k of its rounded scores, and theirs; of equal scores the lower expert."""
-    checking.router(x, weight, top_k, logits_dtype, choice)
-    return Routing(*_Router.apply(x, weight, top_k, normalise, logits_dtype, choice))
+    """[N, H], [E, H] -> scores, and those of the k highest rounded logits; of equal ones the lower expert."""
+    checking.router(x, weight, top_k, logits_dtype, choice, scoring)
+    return Routing(*_Router.apply(x, weight, top_k, normalise, logits_dtype, choice, scoring))
 
 
 def grouped_gemm(rows: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
@@ -542,16 +543,16 @@ class _Router(Function):
         normalise: bool,
         dtype: torch.dtype,
         choice: Tensor | None,
+        scoring: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = product(x, weight).to(dtype).double()
-        shares = exp(logits - _log_sum_exp(logits).unsqueeze(-1))
+        logits, shares = _scores_of_experts(x, weight, dtype, scoring)
         rounded = shares.to(_wide(dtype))
         if choice is None:
-            choice = rounded.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+            choice = _best(logits, top_k)
         weights = shares.gather(-1, choice)
         total = _slot_sum(weights)
         ctx.save_for_backward(x, weight, shares, choice, total)
-        ctx.normalise = normalise
+        ctx.normalise, ctx.scoring = normalise, scoring
         ctx.mark_non_differentiable(choice)
         return rounded, (weights / total if normalise else weights).to(rounded.dtype), choice
 
@@ -559,15 +560,35 @@ class _Router(Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, upstream_weights: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         x, weight, shares, choice, total = ctx.saved_tensors
-        dweights = upstream_weights.double()
-        if ctx.normalise:
-            dweights = (dweights - _slot_sum(dweights * shares.gather(-1, choice) / total)) / total
-        dshares = upstream.double()
-        for slot in range(choice.shape[1]):  # a choice that was handed in may name an expert twice
-            dshares = dshares.scatter_add(-1, choice[:, slot : slot + 1], dweights[:, slot : slot + 1])
-        dlogits = shares * (dshares - tree_sum(shares * dshares).unsqueeze(-1))
+        divisor = total if ctx.normalise else None
+        dlogits = _router_slopes(shares, choice, divisor, upstream, upstream_weights, ctx.scoring)
         dx, dweight = _linear_gradients(x, weight, dlogits, ctx.needs_input_grad)
-        return dx, dweight, None, None, None, None
+        return dx, dweight, None, None, None, None, None
+
+
+def _scores_of_experts(x: Tensor, weight: Tensor, dtype: torch.dtype, scoring: str) -> tuple[Tensor, Tensor]:
+    """fp64 [N, E]: logits, rounded to `dtype`, and what softmax or sigmoid makes of them."""
+    logits = product(x, weight).to(dtype).double()
+    return logits, exp(logits - _log_sum_exp(logits).unsqueeze(-1)) if scoring == "softmax" else _sigmoid(logits)
+
+
+def _best(logits: Tensor, top_k: int) -> Tensor:
+    return logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+
+
+def _router_slopes(
+    shares: Tensor, choice: Tensor, total: Tensor | None, upstream: Tensor, upstream_weights: Tensor, scoring: str
+) -> Tensor:
+    """fp64 [N, E]: the gradient of the logits; `total` [N, 1] is what the weights were divided by, if they were."""
+    dweights = upstream_weights.double()
+    if total is not None:
+        dweights = (dweights - _slot_sum(dweights * shares.gather(-1, choice) / total)) / total
+    dshares = upstream.double()
+    for slot in range(choice.shape[1]):  # a choice that was handed in may name an expert twice
+        dshares = dshares.scatter_add(-1, choice[:, slot : slot + 1], dweights[:, slot : slot + 1])
+    if scoring == "sigmoid":
+        return dshares * (shares * (1 - shares))
+    return shares * (dshares - tree_sum(shares * dshares).unsqueeze(-1))
 
 
 def _slot_sum(x: Tensor) -> Tensor:
@@ -585,6 +606,31 @@ def _fused_head_gradient(weight: Tensor, lengths: Sequence[int] | None = None) -
     return gradients.LogprobGradient(torch.zeros(weight.shape, device=weight.device), fold, lengths)
 
 
+def _router_gradient(
+    weight: Tensor,
+    *,
+    top_k: int,
+    normalise: bool,
+    logits_dtype: torch.dtype,
+    scoring: str = "softmax",
+    lengths: Sequence[int] | None = None,
+) -> expert_gradients.RouterGradient:
+    """Of the weight [E, H] of `router`: the forward of each row again, the logits' gradients, then as of a matrix."""
+
+    def fold(accumulator: Tensor, x: Tensor, rows: Tensor, blocks: Tensor) -> None:
+        logits, shares = _scores_of_experts(x, weight, logits_dtype, scoring)
+        upstream, upstream_weights, choice = expert_gradients.parts(rows, len(weight), top_k)
+        choice = _best(logits, top_k) if choice is None else choice
+        total = _slot_sum(shares.gather(-1, choice)) if normalise else None
+        slopes = _router_slopes(shares, choice, total, upstream, upstream_weights, scoring)
+        gradients.fold_matrix(accumulator, x, slopes.float(), blocks)
+
+    return expert_gradients.RouterGradient(torch.zeros(weight.shape, device=weight.device), fold, lengths)
+
+
+router.weight_gradient = _router_gradient  # type: ignore[attr-defined]
+router.statistics = expert_gradients.statistics  # type: ignore[attr-defined]
+grouped_gemm.weight_gradient = expert_gradients.grouped_gradient  # type: ignore[attr-defined]
 linear_logprob.weight_gradient = _fused_head_gradient  # type: ignore[attr-defined]
 det_gemm.weight_gradient = gradients.matrix_gradient  # type: ignore[attr-defined]
 lm_head.weight_gradient = gradients.matrix_gradient  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ PADS = {"zero": 0.0, "large": 1000.0, "nan": float("nan")}
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """One token input: `shape` a token. `made`: how other than by the fill; `keys`: a row a key, not a query."""
+    """One token input: `shape` a token. `made`: how, if not plainly by the fill; `keys`: a row a key, not a query."""
 
     shape: tuple[int, ...] = ()
     offset: int = 0
@@ -37,12 +37,20 @@ class Input:
     keys: bool = False
     dtype: torch.dtype | None = None
 
+    @property
+    def data(self) -> bool:
+        """Whether pads may hold anything and strides be any: no ids, no tables."""
+        return self.made in ("", "tied")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
+    """`made`: "tied" and "skewed" are rows of experts, with equal or nearly equal logits, and with large ones."""
+
     shape: tuple[int, ...]
     offset: int
     scale: float = 1.0
+    made: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +83,12 @@ def weights(case: Case, tier: Tier, workload: Workload, dtype: torch.dtype, devi
     made = {}
     for name, one in case.weights.items():
         whole = fills.parameter(workload.fill, tier.seed, one.shape, one.offset, device, dtype)
+        if one.made == "tied":
+            made[name] = fills.tied_experts(whole, one.scale / 2)
+            continue
         made[name] = whole if workload.fill == "published" else whole.mul_(one.scale)
+        if one.made == "skewed":
+            made[name][::8] *= 8
     return made
 
 
@@ -128,7 +141,9 @@ def _rows(
         return torch.tensor([sample.tokens[p] % one.below for p in positions])
     if one.made == "targets" and sample.tokens and not changed:
         return torch.tensor([sample.tokens[(p + 1) % sample.length] % one.below for p in positions])
-    if one.made:
+    if one.made == "few":
+        return fills.few_experts(tier.seed, sample.id, positions, one.shape[0], one.below, one.offset + changed)
+    if one.made and one.made != "tied":
         count = one.shape[0] if one.shape else 1
         ids = fills.integers(tier.seed, sample.id, positions, count, one.below, one.offset + changed)
         if not one.shape and not changed:  # the first and the last id stand in every longer sample
@@ -139,7 +154,7 @@ def _rows(
     for size in one.shape:
         width *= size
     made = fills.rows(workload.fill, tier.seed, sample.id, positions, width, one.offset + changed, device)
-    return made.view(len(positions), *one.shape)
+    return (fills.tied_tokens(made, positions) if one.made == "tied" else made).view(len(positions), *one.shape)
 
 
 # One case an operator
@@ -293,48 +308,55 @@ def _linear_logprob(operator: str, variant: str, model: Architecture, workload: 
 
 def _router(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
     _needs_experts(operator, model)
+    options = {
+        "top_k": model.num_experts_per_tok,
+        "normalise": model.norm_topk_prob,
+        "logits_dtype": torch.float32,
+        "scoring": "sigmoid" if variant == "sigmoid" else "softmax",
+    }
 
     def call(
         op: Any, tokens: Tensors, weights: Tensors, segments: Segments, wide: torch.dtype | None
     ) -> dict[str, Tensor]:
         grid = tokens["x"].shape[:2]
-        found = op(
-            tokens["x"].flatten(0, 1),
-            weights["weight"],
-            top_k=model.num_experts_per_tok,
-            normalise=model.norm_topk_prob,
-            logits_dtype=wide or torch.float32,
-        )
+        found = op(tokens["x"].flatten(0, 1), weights["weight"], **{**options, "logits_dtype": wide or torch.float32})
         return {name: getattr(found, name).unflatten(0, grid) for name in ("probabilities", "weights", "experts")}
 
+    shape, tied = (model.num_experts, model.hidden_size), "tied" if variant == "tied" else ""
     return Case(
         operator=operator,
-        inputs={"x": Input(shape=(model.hidden_size,))},
+        inputs={"x": Input(shape=shape[1:], made=tied)},
         weights={
-            "weight": Weight(shape=(model.num_experts, model.hidden_size), offset=10, scale=_scaled(model.hidden_size))
+            "weight": Weight(
+                shape=shape, offset=10, scale=_scaled(model.hidden_size), made="skewed" if variant == "skewed" else tied
+            )
         },
         call=call,
-        options={},
+        options=options,
     )
 
 
 def _grouped_gemm(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
     _needs_experts(operator, model)
+    product, routing = variant.split()
     width, inner, count = model.hidden_size, 2 * model.moe_intermediate_size, model.num_experts_per_tok
+    if product == "down":
+        width, inner = model.moe_intermediate_size, model.hidden_size
 
     def call(
         op: Any, tokens: Tensors, weights: Tensors, segments: Segments, wide: torch.dtype | None
     ) -> dict[str, Tensor]:
         grid = tokens["rows"].shape[:2]
         dispatch = Dispatch.of(tokens["experts"].flatten(0, 1), model.num_experts)
-        out = op(tokens["rows"].flatten(0, 2)[dispatch.order], weights["weight"], dispatch)
-        return {"out": out[dispatch.inverse].unflatten(0, (*grid, count))}
+        rows = _Moved.apply(tokens["rows"].flatten(0, 2), dispatch.order, dispatch.inverse)
+        out = _Moved.apply(op(rows, weights["weight"], dispatch), dispatch.inverse, dispatch.order)
+        return {"out": out.unflatten(0, (*grid, count))}
 
     return Case(
         operator=operator,
         inputs={
             "rows": Input(shape=(count, width)),
-            "experts": Input(shape=(count,), made="experts", below=model.num_experts, offset=11),
+            "experts": _choice(model, routing),
         },
         weights={"weight": Weight(shape=(model.num_experts, inner, width), offset=12, scale=_scaled(width))},
         call=call,
@@ -351,7 +373,7 @@ def _combine(operator: str, variant: str, model: Architecture, workload: Workloa
     ) -> dict[str, Tensor]:
         grid = tokens["rows"].shape[:2]
         dispatch = Dispatch.of(tokens["experts"].flatten(0, 1), model.num_experts)
-        rows = tokens["rows"].flatten(0, 2)[dispatch.order]
+        rows = _Moved.apply(tokens["rows"].flatten(0, 2), dispatch.order, dispatch.inverse)
         return {"out": op(rows, tokens["weights"].flatten(0, 1), dispatch).unflatten(0, grid)}
 
     return Case(
@@ -359,12 +381,31 @@ def _combine(operator: str, variant: str, model: Architecture, workload: Workloa
         inputs={
             "rows": Input(shape=(count, model.hidden_size)),
             "weights": Input(shape=(count,), offset=13, dtype=torch.float32),
-            "experts": Input(shape=(count,), made="experts", below=model.num_experts, offset=11),
+            "experts": _choice(model, variant),
         },
         weights={},
         call=call,
         options={},
     )
+
+
+class _Moved(torch.autograd.Function):
+    """The rows of a tensor in another order, and their gradients back: the harness's way, no sum of the operator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return upstream.index_select(0, inverse), None, None
+
+
+def _choice(model: Architecture, routing: str) -> Input:
+    made = "few" if routing == "skewed" else "experts"
+    return Input(shape=(model.num_experts_per_tok,), made=made, below=model.num_experts, offset=11)
 
 
 def _needs_experts(operator: str, model: Architecture) -> None:

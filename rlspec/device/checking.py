@@ -111,11 +111,14 @@ def router(
     top_k: int,
     logits_dtype: torch.dtype,
     choice: Tensor | None,
+    scoring: str = "softmax",
     *,
     sync: bool = True,
 ) -> None:
     """x [N, H] and weight [E, H] of one dtype, 1 ≤ top_k ≤ E, choice int64 [N, top_k] below E."""
     linear(x, weight, logits_dtype)
+    if scoring not in ("softmax", "sigmoid"):
+        raise ValueError(f"unknown scoring {scoring!r}; known: softmax, sigmoid")
     _dims("x", x, 2, "[tokens, width]")
     experts = weight.shape[0]
     if not 1 <= top_k <= experts:
@@ -137,9 +140,9 @@ def grouped_gemm(rows: Tensor, weight: Tensor, dispatch: Dispatch) -> None:
     _dims("weight", weight, 3, "[experts, columns out, columns in]")
     if rows.shape[1] != weight.shape[2]:
         raise ValueError(f"rows {list(rows.shape)} and weight {list(weight.shape)} must share their last dimension")
-    if (len(rows), len(weight)) != (len(dispatch.order), len(dispatch.counts)):
+    if (len(rows), len(weight)) != (len(dispatch.order), dispatch.count):
         given = f"{len(rows)} rows and {len(weight)} experts"
-        wanted = f"{len(dispatch.order)} rows to {len(dispatch.counts)} experts"
+        wanted = f"{len(dispatch.order)} rows to {dispatch.count} experts"
         raise ValueError(f"{given}, but the dispatch is of {wanted}")
 
 

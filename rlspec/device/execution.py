@@ -99,13 +99,14 @@ class _Execution:
                 weights = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
                 leaves |= weights
         segments = segments_of(call, subject.device)
-        with self.seen.call(launches=subject.wide is None), torch.set_grad_enabled(bool(leaves)):
+        with torch.set_grad_enabled(bool(leaves)):
             if self.whole_backward:
-                out, lse = subject.operator.forward(*tokens.values(), segments, **case.options)  # type: ignore[attr-defined]
+                with self.seen.call(launches=subject.wide is None):
+                    out, lse = subject.operator.forward(*tokens.values(), segments, **case.options)  # type: ignore[attr-defined]
                 outputs = {"out": out}
-                self._same_as_call(out, case.call(subject.operator, tokens, weights, segments, None)["out"])
+                self._same_as_call(out, case.call(self._operator, tokens, weights, segments, None)["out"])
             else:
-                outputs = case.call(subject.operator, tokens, weights, segments, subject.wide)
+                outputs = case.call(self._operator, tokens, weights, segments, subject.wide)
         self._check(outputs, call)
         if self.layout.name == layouts.CANONICAL and subject.wide is None:
             self._untouched(tokens, call)
@@ -122,7 +123,12 @@ class _Execution:
             return
         self._autograd(call, outputs, upstream, leaves)
         if self.owned is not None:
-            self._hand_over(call, tokens, upstream["out"])
+            self._hand_over(call, tokens, upstream)
+
+    def _operator(self, *arguments: Any, **options: Any) -> Any:
+        """The operator, watched; what the case does before and after it is not its own."""
+        with self.seen.call(launches=self.subject.wide is None):
+            return self.subject.operator(*arguments, **options)
 
     def _autograd(self, call: Call, outputs: Tensors, upstream: Tensors, leaves: Tensors) -> None:
         if not leaves:
@@ -167,9 +173,10 @@ class _Execution:
 
     # Gradients that the operator itself sums
 
-    def _hand_over(self, call: Call, tokens: Tensors, dy: Tensor) -> None:
-        """The first token input, the upstream gradient and, by name, what else the operator was called with."""
+    def _hand_over(self, call: Call, tokens: Tensors, upstream: Tensors) -> None:
+        """The first token input and upstream gradient; by name, other such gradients and other inputs."""
         x, *_ = tokens.values()
+        dy, *_ = upstream.values()
         others = [name for name in list(tokens)[1:] if name not in self.node.tensors]
         samples = self.subject.tier.samples
         runs = [
@@ -180,6 +187,7 @@ class _Execution:
             if run.sample < len(samples)
         ]
         more = {name: tokens[name].flatten(0, 1) for name in others}
+        more |= {f"d{name}": upstream[name].flatten(0, 1) for name in list(upstream)[1:]}
         self.handed.append((x.detach().flatten(0, 1), dy.flatten(0, 1), more, runs, call.slots))
         if self.layout.ordered:
             self._give(self.handed.pop())
@@ -264,10 +272,10 @@ class _Execution:
         index, width = self._slots(call, keys=one.keys)
         grid = table.index_select(0, index).unflatten(0, (call.rows, width))
         pads = index == len(table) - 1
-        if table.is_floating_point() and one.made == "" and self.layout.pads != "zero":
+        if one.data and self.layout.pads != "zero":
             value = PADS[self.layout.pads]
             grid = torch.where(pads.view(call.rows, width, *[1] * (grid.dim() - 2)), value, grid)
-        return _strided(grid, last=one.made == "") if self.layout.how == "strided" else grid
+        return _strided(grid, last=one.data) if self.layout.how == "strided" else grid
 
     def _upstream(self, name: str, call: Call) -> Tensor:
         index, width = self._slots(call, keys=False)

@@ -61,6 +61,48 @@ def integers(seed: int, sample: str, positions: Sequence[int], count: int, below
     return (start % below + torch.arange(count) * max(1, below // max(count, 1))) % below
 
 
+def few_experts(seed: int, sample: str, positions: Sequence[int], count: int, below: int, offset: int) -> Tensor:
+    """int64 [positions, count], as `integers`, but half of all choices fall on `count` experts, a quarter on the next.
+
+    Each slot has a share of the experts to itself, of which the last is never chosen, if there are two or more.
+    """
+    at = torch.as_tensor(positions, dtype=torch.int64).unsqueeze(1)
+    start = _hash(at, zlib.crc32(sample.encode()), seed, offset)
+    bits = _hash(torch.arange(count), 0, 0) ^ start
+    step = sum(((bits & ((1 << place) - 1)) == 0).long() for place in range(1, max(2, below // count - 1)))
+    share = (start + torch.arange(count)) % count
+    return share * (below // count) + torch.as_tensor(step).clamp(max=max(0, below // count - 2))
+
+
+def coarse(x: Tensor) -> Tensor:
+    """To multiples of ½ of at most 2: sums of products of such numbers are exact in fp32, in any order."""
+    return (x * 2).round().clamp(-4, 4) * 0.5
+
+
+# Logits of `tied_experts` lie from 4 to 8, where a unit in the last place of fp32 is this.
+TIE = 2.0**-21
+
+
+def tied_experts(weight: Tensor, scale: float) -> Tensor:
+    """Weights [E, H], H > 2, of experts in threes: the second is a TIE of the first apart, the third is its equal.
+
+    For `tied_tokens`, whose first element is -1, 0 or 1 and decides to which side, and whose last is 1.
+    """
+    number = torch.arange(len(weight), device=weight.device)
+    made = coarse(weight.float())[number // 3 * 3] * scale
+    made[:, 0] = torch.where(number % 3 == 1, TIE, 0.0)
+    made[:, -1] = 6.0
+    return made.to(weight.dtype)
+
+
+def tied_tokens(x: Tensor, positions: Sequence[int]) -> Tensor:
+    """Rows [positions, H] for `tied_experts`."""
+    made = coarse(x)
+    made[:, 0] = torch.as_tensor(positions, device=x.device) % 3 - 1
+    made[:, -1] = 1
+    return made
+
+
 def _published(whole: Tensor) -> Tensor:
     return ((whole % 257) - 128) / 1024
 

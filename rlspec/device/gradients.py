@@ -31,13 +31,12 @@ from rlspec.device import checking
 from rlspec.errors import RunError
 
 BLOCK = 16
-_HOST = torch.device("cpu")
 
-Fold = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+Fold = Callable[..., None]
 """fold(accumulator fp32, x [R, ...], dy [R, ...], blocks int32 [n, 16]): add n blocks of rows in order, in place.
 
-An entry of `blocks` is a row of x and dy, or -1 for a zero row. Rows that stand in no block must not be read. The table
-is on the device of x; a fold that reads rows where they lie may ask for it on the host (`on_host`).
+An entry of `blocks` is a row of x and dy, or -1 for a zero row. Rows that stand in no block must not be read. A fold
+that is `straight` is called without `blocks` where all rows of x and dy are to be added in their order.
 """
 
 
@@ -54,16 +53,12 @@ class Run(NamedTuple):
 class Plan(NamedTuple):
     """What a call adds: `blocks` int32 [n, 16], and the rows int64 that wait for their block; None if there are none.
 
-    `straight`: the rows of the blocks follow one another, with zero rows at the very end alone.
+    `straight`: the rows that the blocks hold, if they follow one another and zero rows stand at the very end alone.
     """
 
     blocks: Tensor | None
     left: Tensor | None
-    straight: bool
-
-    def to(self, device: torch.device) -> Plan:
-        moved = (None if rows is None else rows.to(device, non_blocking=True) for rows in (self.blocks, self.left))
-        return Plan(*moved, self.straight)
+    straight: slice | None
 
 
 @dataclass(frozen=True)
@@ -123,8 +118,7 @@ class Identity:
     def plan(self, held: int, device: torch.device) -> Plan:
         """With `held` carried rows in front of the call's. Kept: all weights of a model ask for the same."""
         if (held, device) not in self._plans:
-            on_host = device.type == "cpu"
-            self._plans[held, device] = _cut(self.ordered, held) if on_host else self.plan(held, _HOST).to(device)
+            self._plans[held, device] = _cut(self.ordered, held, device)
         return self._plans[held, device]
 
     @cached_property
@@ -136,12 +130,12 @@ class WeightGradient:
     """The gradient of one weight over all calls of a step, in canonical order. See the head of the module.
 
     `accumulator` fp32 is added to in place. `lengths`: the length of each sample of the workload; then samples that
-    are missing at the end are noticed too. `on_host`: a table of rows that follow one another stays on the host, for a
-    fold that then reads them where they lie. After an error nothing of the refused call has been added.
+    are missing at the end are noticed too. `straight`: the fold takes rows that lie in order without a table. After an
+    error nothing of the refused call has been added.
     """
 
     def __init__(
-        self, accumulator: Tensor, fold: Fold, lengths: Sequence[int] | None = None, *, on_host: bool = False
+        self, accumulator: Tensor, fold: Fold, lengths: Sequence[int] | None = None, *, straight: bool = False
     ) -> None:
         if accumulator.dtype != torch.float32:
             raise ValueError(f"a gradient is summed in fp32, not in {accumulator.dtype}")
@@ -149,7 +143,7 @@ class WeightGradient:
             raise ValueError(f"there must be samples, and each must have rows: lengths {list(lengths)}")
         self._accumulator = accumulator
         self._fold = fold
-        self._on_host = on_host
+        self._straight = straight
         self._lengths = None if lengths is None else tuple(int(length) for length in lengths)
         self._sample, self._position, self._open_length = 0, 0, 0
         self._carry: tuple[Tensor, Tensor] | None = None
@@ -176,9 +170,10 @@ class WeightGradient:
         if self._carry is not None:
             x, dy = (torch.cat(pair) for pair in zip(self._carry, (x, dy), strict=True))
         plan = identity.plan(held, x.device)
-        blocks = identity.plan(held, _HOST).blocks if self._on_host and plan.straight else plan.blocks
-        if blocks is not None:
-            self._fold(self._accumulator, x, dy, blocks)
+        if self._straight and plan.straight:
+            self._fold(self._accumulator, x[plan.straight], dy[plan.straight])
+        elif plan.blocks is not None:
+            self._fold(self._accumulator, x, dy, plan.blocks)
         left = plan.left
         self._carry = None if left is None else (x.index_select(0, left), dy.index_select(0, left))
         self._sample, self._position, self._open_length = after
@@ -322,22 +317,26 @@ def embedding_gradient(weight: Tensor, lengths: Sequence[int] | None = None) -> 
     return WeightGradient(_zeros(weight, 2), fold_embedding, lengths)
 
 
-def _cut(ordered: Sequence[Run], held: int) -> Plan:
+def _cut(ordered: Sequence[Run], held: int, device: torch.device) -> Plan:
     """Blocks of rows, and the rows left over, of the `held` rows in front and the rows of the runs behind them."""
-    whole: list[Tensor] = []
-    rows = torch.arange(held)
+    table: list[int] = []
+    rows = list(range(held))
     for run in ordered:
-        rows = torch.cat((rows, torch.arange(held + run.row, held + run.row + run.length)))
+        rows += range(held + run.row, held + run.row + run.length)
         if run.position + run.length == run.sample_length:
-            rows = torch.cat((rows, rows.new_full((-len(rows) % BLOCK,), -1)))
-        count = len(rows) // BLOCK * BLOCK
-        whole.append(rows[:count])
-        rows = rows[count:]
-    table = torch.cat(whole)
-    real = int((table >= 0).sum())
-    straight = bool(real) and torch.equal(table[:real], torch.arange(int(table[0]), int(table[0]) + real))
-    blocks = table.view(-1, BLOCK).to(torch.int32) if len(table) else None
-    return Plan(blocks, rows if len(rows) else None, straight)
+            rows += [-1] * (-len(rows) % BLOCK)
+        whole = len(rows) // BLOCK * BLOCK
+        table, rows = table + rows[:whole], rows[whole:]
+    blocks = torch.tensor(table, dtype=torch.int32).reshape(-1, BLOCK) if table else None
+    left = torch.tensor(rows, dtype=torch.int64) if rows else None
+    moved = (None if one is None else one.to(device, non_blocking=True) for one in (blocks, left))
+    return Plan(*moved, _straight(table))
+
+
+def _straight(table: Sequence[int]) -> slice | None:
+    real = [row for row in table if row >= 0]
+    follow = real and table[: len(real)] == list(range(real[0], real[0] + len(real)))
+    return slice(real[0], real[0] + len(real)) if follow else None
 
 
 def _rows(x: Tensor, blocks: Tensor) -> Tensor:

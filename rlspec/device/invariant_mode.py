@@ -27,6 +27,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -81,18 +82,27 @@ class _Operators(TorchDispatchMode):
     """The net below autograd: refuses what functions of torch, or the backward pass, would let torch reduce."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        library, _, name = func._schema.name.partition("::")
-        if library not in _LIBRARIES and _floats(args):
-            raise NotInvariant(f"{library}.{name}: an operator of another library. {OUTSIDE}")
-        if _REFUSED.match(name) and _floats(args):
-            remedy = _BATCHED if "bmm" in name else OUTSIDE
-            raise NotInvariant(f"aten.{name}: torch would reduce in an order that follows the batch. {remedy}")
-        if name == "sum" and _along_rows(*args[:2]):
+        problem, is_sum = _known(func)
+        if problem and _floats(args):
+            raise NotInvariant(problem)
+        if is_sum and _along_rows(*args[:2]):
             raise NotInvariant(
                 "aten.sum: torch would sum along rows, as the gradient of a narrow tensor or inside a function. Use "
                 f"torch.sum, and spread narrow tensors with * or +. {OUTSIDE}"
             )
         return func(*args, **(kwargs or {}))
+
+
+@cache
+def _known(func: Any) -> tuple[str, bool]:
+    """Why an operator may not take floats, or nothing, and whether it is a sum; there are as many as torch has."""
+    library, _, name = func._schema.name.partition("::")
+    if library not in _LIBRARIES:
+        return f"{library}.{name}: an operator of another library. {OUTSIDE}", False
+    if _REFUSED.match(name):
+        remedy = _BATCHED if "bmm" in name else OUTSIDE
+        return f"aten.{name}: torch would reduce in an order that follows the batch. {remedy}", False
+    return "", name == "sum"
 
 
 class _Functions(TorchFunctionMode):
@@ -114,7 +124,7 @@ class _Functions(TorchFunctionMode):
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback():
+        if torch.compiler.is_dynamo_compiling() or eval_frame.get_eval_frame_callback():
             raise NotInvariant(_COMPILED)
         kwargs = kwargs or {}
         replacement = _REPLACED.get(func) or self.noting.get(func)

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import torch
 
 from rlspec import layouts, nodes
-from rlspec.device import observe, other_process
+from rlspec.device import native, observe, other_process
 from rlspec.device.bench import Bench
 from rlspec.device.operators import resolve
 from rlspec.device.variant import Variant
@@ -115,6 +115,8 @@ class _Cell:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1" and self.backend == "triton"
         if self.backend in ("triton", "cuda") and self.on.device.type != "cuda" and not interpreted:
             self.blocked = f"{self.backend} kernels need a CUDA device, and there is none here"
+        elif self.on.implementation_of(self.operator) == "cuda":
+            self.blocked = native.missing(self.on.device)
         here = self.on.device.type
         self.layouts = tuple(one for one in layouts.of(self.tier) if not nodes.left_out(one, here))
 

@@ -1,8 +1,8 @@
 """The operator catalogue: which operators the decoder is made of, how each is called, where each one lives.
 
-An implementation is a name of the catalogue (`reference`, `canonical`, `torch`, `triton`), or `module:table` with a
-dict operator -> callable of your own, or `module:function` where one operator alone is chosen. Names are resolved on
-first use.
+An implementation is a name of the catalogue (`reference`, `canonical`, `torch`, `triton`, `cuda`), or `module:table`
+with a dict operator -> callable of your own, or `module:function` where one operator alone is chosen. Names are
+resolved on first use.
 
 B rows, T tokens a row, N = B·T, S keys a row, D head width, M = N·k rows routed to experts, E experts, V vocabulary.
 Results have the first tensor's dtype unless a line says otherwise; `fp32` below means fp64 if the inputs are fp64.
@@ -18,18 +18,20 @@ Results have the first tensor's dtype unless a line says otherwise; `fp32` below
     logprob(logits [..., V], targets [...]) -> [...] fp32
     batch_invariant_logprob: as logprob, in one streaming pass over the vocabulary
     linear_logprob(x [..., H], weight [V, H], targets [...]) -> [...] fp32: lm_head and logprob in one, no logits kept
-    router(x [N, H], weight [E, H], *, top_k, normalise, logits_dtype, choice=None) -> Routing
+    router(x [N, H], weight [E, H], *, top_k, normalise, logits_dtype, choice=None, scoring="softmax") -> Routing;
+        scoring is "softmax" or "sigmoid"; the best k are those of the highest logits, of equal ones the lower expert
     grouped_gemm(rows [M, K] in the order of dispatch, weight [E, N, K], dispatch) -> [M, N]
     combine(rows [M, H] in the order of dispatch, weights [N, k], dispatch) -> [N, H], in the dtype of the rows
 
 Empty tensors, ids and targets outside, and dtypes, shapes or devices that do not fit are a ValueError. On CUDA, where
 looking at ids and targets takes a host sync, `torch` leaves them to the assertions of torch's kernels, and `triton`
-gives NaN for their rows.
+and `cuda` give NaN for their rows.
 
 The callable of an operator may carry attributes, each of which promises something more:
 
     weight_gradient(weight, **options) -> rlspec.device.gradients.WeightGradient: the operator owns the sum of its
-        weight's gradient over calls, in canonical order. Options: eps of the norms, `lengths` of the samples.
+        weight's gradient over calls, in canonical order. Options: eps of the norms, `lengths` of the samples, what
+        `router` was called with. What its `add` takes of routed rows: `rlspec.device.expert_gradients`.
     forward(query, key, value, segments, *, scale) -> (out, lse fp32 [B, T, Hq], -inf on pads), of attention
     backward(query, key, value, out, lse, grad_out, segments, *, scale) -> (dq, dk, dv), of attention: run once a sample
         over whole sequences, on what `forward` gave, in whatever chunks; the bits are the same in every layout.
@@ -56,6 +58,7 @@ _MODULES: Mapping[str, str] = {
     "canonical": "rlspec.device.canonical",
     "torch": "rlspec.device.torch_operators",
     "triton": "rlspec.device.triton_operators",
+    "cuda": "rlspec.device.cuda_operators",
 }
 _SAME = {"qk_norm": "rms_norm"}
 CATALOGUE: Mapping[str, Mapping[str, str]] = {
@@ -171,18 +174,31 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The order in which M = N·k routed rows stand: by expert, then by token. int64, one device sync for `sizes`."""
+    """The order in which M = N·k routed rows stand: by expert, then by token, then by slot.
+
+    `order` int64 [M]: n·k + j of each row, token n and slot j; `inverse` int64 [M]: the row of token n, slot j is
+    `inverse[n·k + j]`; `offsets` int64 [E + 1]: the rows of expert e are offsets[e] … offsets[e + 1] − 1. All on the
+    device; `sizes` alone is a host sync.
+    """
 
     order: Tensor
-    counts: Tensor
+    inverse: Tensor
+    offsets: Tensor
     top_k: int
 
     @classmethod
     def of(cls, experts: Tensor, count: int) -> Dispatch:
         """From the chosen `experts` [N, k] of `count` experts."""
-        flat = experts.flatten()
-        counts = torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add(0, flat, torch.ones_like(flat))
-        return cls(flat.argsort(stable=True), counts, experts.shape[1])
+        chosen, order = experts.flatten().sort(stable=True)
+        places = torch.arange(len(order), device=order.device)
+        inverse = torch.empty_like(order).scatter(0, order, places)
+        offsets = torch.searchsorted(chosen, torch.arange(count + 1, device=order.device))
+        return cls(order, inverse, offsets, experts.shape[1])
+
+    @property
+    def count(self) -> int:
+        """The number of experts."""
+        return len(self.offsets) - 1
 
     @cached_property
     def tokens(self) -> Tensor:
@@ -190,15 +206,14 @@ class Dispatch:
         return self.order // self.top_k
 
     @cached_property
-    def inverse(self) -> Tensor:
-        """[M]: the row of (token n, slot j) is `inverse[n·k + j]`."""
-        rows = torch.arange(len(self.order), device=self.order.device)
-        return torch.empty_like(self.order).scatter(0, self.order, rows)
+    def experts(self) -> Tensor:
+        """[M]: the expert of (token n, slot j) at n·k + j."""
+        return torch.searchsorted(self.offsets, self.inverse, right=True) - 1
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The number of rows of each expert."""
-        return tuple(self.counts.tolist())
+        return tuple(self.offsets.diff().tolist())
 
 
 def implementations() -> tuple[str, ...]:
@@ -237,6 +252,10 @@ class Operators:
         for operator, name in asked.items():
             _check(operator, name)
         self.implementations = MappingProxyType({**dict.fromkeys(CATALOGUE, default), **asked})
+
+    def __reduce__(self) -> tuple[type[Operators], tuple[dict[str, str]]]:
+        """Copies and pickles hold what was asked for, and resolve it again."""
+        return Operators, (dict(self.implementations),)
 
     def __getattr__(self, operator: str) -> Callable[..., Any]:
         if operator not in CATALOGUE:

@@ -119,16 +119,18 @@ def router(
     normalise: bool,
     logits_dtype: torch.dtype,
     choice: Tensor | None = None,
+    scoring: str = "softmax",
 ) -> Routing:
-    """[N, H], [E, H] -> softmax over E experts, the best k and their scores; of equal scores the lower expert.
+    """[N, H], [E, H] -> softmax or sigmoid of E logits, the k highest and their scores; of equal ones the lower expert.
 
-    `choice` [N, k] replaces the best k. `normalise` divides the chosen scores by their sum.
+    `choice` [N, k] replaces the best k. `normalise` divides the chosen scores by their sum. The best are sought among
+    the logits, whose order the scores keep: rounded exponentials would make equals of near ties.
     """
-    checking.router(x, weight, top_k, logits_dtype, choice)
+    checking.router(x, weight, top_k, logits_dtype, choice, scoring)
     logits = (_wide(x) @ _wide(weight).T).to(logits_dtype)
-    probabilities = torch.softmax(_wide(logits), -1)
+    probabilities = torch.softmax(_wide(logits), -1) if scoring == "softmax" else torch.sigmoid(_wide(logits))
     if choice is None:
-        choice = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+        choice = logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = probabilities.gather(-1, choice)
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)

@@ -109,12 +109,13 @@ def router(
     normalise: bool,
     logits_dtype: torch.dtype,
     choice: Tensor | None = None,
+    scoring: str = "softmax",
 ) -> Routing:
-    """[N, H], [E, H] -> as the reference, but `torch.topk` leaves open which of equal scores comes first."""
-    checking.router(x, weight, top_k, logits_dtype, choice, sync=False)
+    """[N, H], [E, H] -> as transformers: the best of the scores; `torch.topk` leaves open which of equals is first."""
+    checking.router(x, weight, top_k, logits_dtype, choice, scoring, sync=False)
     logits = F.linear(x.to(logits_dtype), weight.to(logits_dtype))
     wide = torch.promote_types(logits.dtype, torch.float32)
-    probabilities = F.softmax(logits, -1, dtype=wide)
+    probabilities = F.softmax(logits, -1, dtype=wide) if scoring == "softmax" else torch.sigmoid(logits.to(wide))
     if choice is None:
         choice = probabilities.detach().topk(top_k, -1).indices
     weights = probabilities.gather(-1, choice)

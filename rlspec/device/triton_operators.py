@@ -1,191 +1,143 @@
 """Implementation `triton`: the kernels of `rlspec.kernels`, invariant to the bit in every layout, for CUDA devices.
 
-Each callable has `backend`, and what else the catalogue says that an operator may promise. The kernels take bf16, fp16
-and fp32, and are documented in their files. They look at no value from the host: on CUDA an id or target outside gives
-NaN, as finding it would take a host sync. On a CPU, where only Triton's interpreter runs them, it is a ValueError.
-Signatures: `rlspec.device.operators`.
+The kernels are documented in their files; how they fit the signatures of the catalogue, which are those of
+`rlspec.device.operators`, is told in `rlspec.device.kernel_operators`. The operators of experts are here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlspec.device import checking
-from rlspec.device.gradients import LogprobGradient, WeightGradient
-from rlspec.device.operators import Segments
+from rlspec.device import checking, expert_gradients
+from rlspec.device.kernel_operators import Kernels, promising, table
+from rlspec.device.operators import Dispatch, Routing
 from rlspec.kernels import attention as _attention
+from rlspec.kernels import combine as _combine
 from rlspec.kernels import det_gemm as _det_gemm
 from rlspec.kernels import embedding as _embedding
+from rlspec.kernels import grouped_gemm as _grouped_gemm
 from rlspec.kernels import linear_logprob as _linear_logprob
 from rlspec.kernels import logprob as _logprob
 from rlspec.kernels import residual_add as _residual_add
 from rlspec.kernels import rms_norm as _rms_norm
 from rlspec.kernels import rope as _rope
+from rlspec.kernels import router as _router
 from rlspec.kernels import silu as _silu
 from rlspec.kernels import swiglu as _swiglu
 
-# The catalogue knows no ignored targets, so no target may look like one.
-_NO_TARGET = torch.iinfo(torch.int64).min
+OPERATORS = table(
+    Kernels(
+        backend="triton",
+        embedding=_embedding.embedding,
+        embedding_fold=_embedding.fold,
+        rms_norm=_rms_norm.rms_norm,
+        norm_fold=_rms_norm.fold,
+        rope=_rope.rope,
+        attention=_attention.attention,
+        attention_forward=_attention.forward,
+        attention_backward=_attention.backward,
+        det_gemm=_det_gemm.det_gemm,
+        lm_head=_det_gemm.lm_head,
+        matrix_fold=_det_gemm.fold,
+        silu=_silu.silu,
+        swiglu=_swiglu.swiglu,
+        residual_add=_residual_add.residual_add,
+        logprob=_logprob.logprob,
+        batch_invariant_logprob=_logprob.batch_invariant_logprob,
+        linear_logprob=_linear_logprob.linear_logprob,
+        head_fold=_linear_logprob.fold,
+    )
+)
 
-Operator = TypeVar("Operator", bound=Callable[..., Any])
+embedding = OPERATORS["embedding"]
+rms_norm = OPERATORS["rms_norm"]
+rope = OPERATORS["rope"]
+attention = OPERATORS["attention"]
+det_gemm = OPERATORS["det_gemm"]
+silu = OPERATORS["silu"]
+swiglu = OPERATORS["swiglu"]
+residual_add = OPERATORS["residual_add"]
+lm_head = OPERATORS["lm_head"]
+logprob = OPERATORS["logprob"]
+batch_invariant_logprob = OPERATORS["batch_invariant_logprob"]
+linear_logprob = OPERATORS["linear_logprob"]
+_operator = partial(promising, "triton")
 
 
-def embedding_gradient(weight: Tensor, *, lengths: Sequence[int] | None = None) -> WeightGradient:
-    """Of a table [V, H], from ids int64 [R] and dy [R, H]: each id's rows in order."""
-    return WeightGradient(_zeros(weight), _embedding.fold, lengths)
+def router_gradient(
+    weight: Tensor, *, lengths: Sequence[int] | None = None, **options: Any
+) -> expert_gradients.RouterGradient:
+    """Of the weight [E, H] of `router` called with `options`, from x [R, H] and the gradients of scores and weights."""
+    top_k = options["top_k"]
+
+    def fold(accumulator: Tensor, x: Tensor, rows: Tensor, blocks: Tensor) -> None:
+        upstream, upstream_weights, choice = expert_gradients.parts(rows, len(weight), top_k)
+        slopes = _router.slopes(x, weight, upstream, upstream_weights, choice=choice, **options)
+        _router.fold(accumulator, x, slopes, blocks)
+
+    return expert_gradients.RouterGradient(_zeros(weight), fold, lengths)
 
 
-def matrix_gradient(weight: Tensor, *, lengths: Sequence[int] | None = None) -> WeightGradient:
-    """Of a weight [N, K], from x [R, K] and dy [R, N], which is rounded to the dtype of x if that differs."""
-    return WeightGradient(_zeros(weight), _fold_matrix, lengths, on_host=True)
+def grouped_gradient(weight: Tensor, *, lengths: Sequence[int] | None = None) -> expert_gradients.ExpertGradient:
+    """Of the weights [E, N, K] of `grouped_gemm`, from x [R, k, K], dy [R, k, N] and experts int64 [R, k]."""
+    return expert_gradients.ExpertGradient(weight, _ExpertSums(weight), lengths)
 
 
-def norm_gradient(
-    weight: Tensor, *, eps: float, round_before_weight: bool = False, lengths: Sequence[int] | None = None
-) -> WeightGradient:
-    """Of a norm's weight [H], from x and dy, [R, H] or [R, heads, H]. The inner rounding is passed as if not there."""
-    return WeightGradient(_zeros(weight), partial(_fold_norm, eps=eps), lengths)
-
-
-def fused_head_gradient(weight: Tensor, *, lengths: Sequence[int] | None = None) -> WeightGradient:
-    """Of the weight [V, H] of `linear_logprob`, from x [R, H], dy [R] and targets int64 [R]."""
-
-    def fold(accumulator: Tensor, x: Tensor, pairs: Tensor, blocks: Tensor) -> None:
-        _linear_logprob.fold(accumulator, x, weight, pairs[:, 1].long(), pairs[:, 0].float(), blocks)
-
-    return LogprobGradient(_zeros(weight), fold, lengths)
-
-
-def attention_forward(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float
+def router_statistics(
+    probabilities: Tensor, experts: Tensor, pieces: Sequence[tuple[int, int]], *, together: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `attention`, and the log-sum-exp fp32 [B, T, Hq], -inf on pads."""
-    checking.attention(query, key, value, segments, scale)
-    return _attention.forward(query, key, value, segments.table, scale=scale, **_longest(segments))
+    """As `expert_gradients.statistics`; differentiable in the probabilities."""
+    table = torch.tensor(pieces, dtype=torch.int32).to(experts.device, non_blocking=True)
+    return _router.load_balance(probabilities, experts, table, together=together)
 
 
-def attention_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    segments: Segments,
+class _ExpertSums:
+    """`expert_gradients.Sums` in one chain of the matrix unit an expert."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._gradient = _grouped_gemm.Gradient(_zeros(weight))
+
+    def add(self, x: Tensor, dy: Tensor, rows: Tensor, experts: Tensor, offsets: Tensor) -> None:
+        self._gradient.add(x, dy.to(x.dtype), rows, experts, offsets)
+
+    def finish(self) -> Tensor:
+        return self._gradient.finish()
+
+
+@_operator(weight_gradient=router_gradient, statistics=router_statistics)
+def router(
+    x: Tensor,
+    weight: Tensor,
     *,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value of whole samples, on what `attention_forward` gave, in whatever chunks."""
-    checking.attention(query, key, value, segments, scale)
-    return _attention.backward(query, key, value, out, lse, grad_out, segments.table, scale=scale, **_longest(segments))
+    top_k: int,
+    normalise: bool,
+    logits_dtype: torch.dtype,
+    choice: Tensor | None = None,
+    scoring: str = "softmax",
+) -> Routing:
+    """[N, H], [E, H] -> scores, weights and experts; of equal logits the lower expert."""
+    options: dict[str, Any] = {"logits_dtype": logits_dtype, "scoring": scoring, "choice": choice}
+    return Routing(*_router.router(x, weight, top_k=top_k, normalise=normalise, **options))
 
 
-def _operator(**promises: Callable[..., Any]) -> Callable[[Operator], Operator]:
-    """Decorate an operator with its backend and with what else it promises."""
-
-    def decorate(operator: Operator) -> Operator:
-        for name, value in {"backend": "triton", **promises}.items():
-            setattr(operator, name, value)
-        return operator
-
-    return decorate
-
-
-@_operator(weight_gradient=embedding_gradient)
-def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
-    """[B, T] int64, [V, H] -> [B, T, H]. The row of an id outside is NaN on CUDA."""
-    return _embedding.embedding(tokens, weight, validate=not tokens.is_cuda)
-
-
-@_operator(weight_gradient=norm_gradient)
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float, round_before_weight: bool = False) -> Tensor:
-    """[..., H], [H] -> [..., H]; also over heads."""
-    return _rms_norm.rms_norm(x, weight, eps=eps, round_before_weight=round_before_weight)
+@_operator(weight_gradient=grouped_gradient)
+def grouped_gemm(rows: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
+    """[M, K], [E, N, K] -> [M, N]: each row times the transposed weight of its expert."""
+    checking.grouped_gemm(rows, weight, dispatch)
+    return _grouped_gemm.grouped_gemm(rows, weight, dispatch.offsets)
 
 
 @_operator()
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[B, T, heads, D], [B, T, D/2] twice -> as x. The tables get no gradient."""
-    return _rope.rope(x, cos, sin)
-
-
-@_operator(forward=attention_forward, backward=attention_backward)
-def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float) -> Tensor:
-    """[B, T, Hq, D], [B, S, Hkv, D] twice -> [B, T, Hq, D]."""
-    checking.attention(query, key, value, segments, scale)
-    return _attention.attention(query, key, value, segments.table, scale=scale, **_longest(segments))
-
-
-@_operator(weight_gradient=matrix_gradient)
-def det_gemm(x: Tensor, weight: Tensor) -> Tensor:
-    """[..., K], [N, K] -> [..., N]."""
-    return _det_gemm.det_gemm(x, weight)
-
-
-@_operator()
-def silu(x: Tensor) -> Tensor:
-    """x · sigmoid(x)."""
-    return _silu.silu(x)
-
-
-@_operator()
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, rounded once."""
-    return _swiglu.swiglu(gate, up)
-
-
-@_operator()
-def residual_add(residual: Tensor, x: Tensor) -> Tensor:
-    """residual + x, in the dtype of the residual."""
-    return _residual_add.residual_add(residual, x)
-
-
-@_operator(weight_gradient=matrix_gradient)
-def lm_head(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
-    """[..., H], [V, H] -> [..., V] in `out_dtype`."""
-    return _det_gemm.lm_head(x, weight, out_dtype=out_dtype)
-
-
-@_operator()
-def logprob(logits: Tensor, targets: Tensor) -> Tensor:
-    """[..., V], [...] int64 -> [...] fp32. A target outside gives NaN on CUDA."""
-    return _logprob.logprob(logits, targets, ignore_index=_NO_TARGET, validate=not logits.is_cuda)
-
-
-@_operator()
-def batch_invariant_logprob(logits: Tensor, targets: Tensor) -> Tensor:
-    """As `logprob`, streaming each row from left to right."""
-    return _logprob.batch_invariant_logprob(logits, targets, ignore_index=_NO_TARGET, validate=not logits.is_cuda)
-
-
-@_operator(weight_gradient=fused_head_gradient)
-def linear_logprob(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """[..., H], [V, H], [...] int64 -> [...] fp32, without logits in memory. A target outside gives NaN on CUDA."""
-    return _linear_logprob.linear_logprob(x, weight, targets, ignore_index=_NO_TARGET)
-
-
-def _fold_matrix(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor) -> None:
-    _det_gemm.fold(accumulator, x, dy.to(x.dtype), blocks)
-
-
-def _fold_norm(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor, *, eps: float) -> None:
-    if x.dim() == 2:
-        x, dy = x.unsqueeze(1), dy.unsqueeze(1)
-    _rms_norm.fold(accumulator, x, dy, blocks, eps=eps)
+def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
+    """[M, H], [N, k] -> [N, H]: weighted sum, slots ascending, in fp32 whatever the weights are."""
+    checking.combine(rows, weights, dispatch)
+    return _combine.combine(rows, weights, dispatch.inverse)
 
 
 def _zeros(weight: Tensor) -> Tensor:
     return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-
-
-def _longest(segments: Segments) -> dict[str, int]:
-    """Bounds on the lengths, from the host's copy of the table: they size the grid of the attention kernels alone."""
-    return {
-        "max_query": max((segment.query_length for segment in segments.entries), default=1),
-        "max_key": max((segment.key_length for segment in segments.entries), default=1),
-    }

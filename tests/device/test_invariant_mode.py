@@ -519,7 +519,8 @@ EXAMPLE = ROOT / "specs" / "examples" / "invariant-mode"
 
 
 def python(*words, cwd, **environment):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, **environment}
     return subprocess.run(
         [sys.executable, *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True
     )  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import sys
 import types
 
@@ -57,7 +59,7 @@ def test_unknown_operator_lists_the_known():
 
 
 def test_unknown_implementation_lists_the_known():
-    known = "known: reference, canonical, torch, triton"
+    known = "known: reference, canonical, torch, triton, cuda"
     with pytest.raises(ValueError, match=f"unknown implementation 'refrence' of 'rope'; {known}"):
         Operators({"rope": "refrence"})
     with pytest.raises(ValueError, match="unknown implementation 'fast'"):
@@ -75,6 +77,14 @@ def test_map_selects_one_operator():
     assert chosen.rope is resolve("rope", "torch")
     assert chosen.implementations["attention"] == "reference"
     assert set(chosen.implementations.values()) == {"reference", "torch"}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_has_the_same_implementations(copied):
+    chosen = Operators({"attention": "reference"}, default="canonical")
+    assert chosen.rope is resolve("rope", "canonical")
+    assert copied(chosen).implementations == chosen.implementations
+    assert copied(chosen).rope is chosen.rope
 
 
 def test_users_table_and_function(monkeypatch):

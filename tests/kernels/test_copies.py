@@ -9,10 +9,10 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "kernels"
 COPIES = {
-    "Launch": {"det_gemm", "linear_logprob", "rms_norm", "row_reductions"},
-    "_on": {"det_gemm", "linear_logprob", "rms_norm", "row_reductions"},
+    "Launch": {"combine", "det_gemm", "grouped_gemm", "linear_logprob", "rms_norm", "router", "row_reductions"},
+    "_on": {"combine", "det_gemm", "grouped_gemm", "linear_logprob", "rms_norm", "router", "row_reductions"},
     "_place": {"det_gemm", "linear_logprob"},
-    "_check_blocks": {"det_gemm", "linear_logprob", "rms_norm"},
+    "_check_blocks": {"det_gemm", "linear_logprob", "rms_norm", "router"},
 }
 
 

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from rlspec.device import canonical
 from rlspec.device.gradients import reciprocal_rms, tree_sum
-from rlspec.device.operators import Segment, Segments
+from rlspec.device.operators import Dispatch, Routing, Segment, Segments
 
 BLOCK = 16
 FEW = 8
@@ -102,6 +102,38 @@ def _silu_that_leaves_the_last_row(x: Tensor) -> Tensor:
     return _Instead.apply(right, value)
 
 
+# A mixture of experts
+
+
+@wraps(canonical.router)
+def _router_of_equals_the_higher_first(x: Tensor, weight: Tensor, *, top_k: int, **options: Any) -> Routing:
+    right = canonical.router(x, weight, top_k=top_k, **options)
+    backwards = canonical.router(x.detach(), weight.detach().flip(0), top_k=top_k, **options).experts
+    return right._replace(experts=len(weight) - 1 - backwards)
+
+
+@wraps(canonical.grouped_gemm)
+def _experts_with_splits_by_load(rows: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
+    right = canonical.grouped_gemm(rows, weight, dispatch)
+    pairs = zip(rows.detach().chunk(2, -1), weight.detach().chunk(2, -1), strict=True)
+    first, second = (canonical.grouped_gemm(*half, dispatch) for half in pairs)
+    sizes = torch.tensor(dispatch.sizes)
+    few = (sizes < FEW).repeat_interleave(sizes).unsqueeze(-1)
+    return _Instead.apply(right, torch.where(few, first + second, right))
+
+
+def _combine_as_rows_arrive(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
+    # As where blocks add atomically: who is first depends on what else there is to do.
+    slots = rows.detach()[dispatch.inverse].reshape(*weights.shape, -1) * weights.detach().unsqueeze(-1)
+    value = torch.zeros_like(slots[:, 0])
+    for slot in range(weights.shape[1]):
+        value = value + slots[:, (slot + len(weights)) % weights.shape[1]]
+    return _Instead.apply(canonical.combine(rows, weights, dispatch), value.to(rows.dtype))
+
+
+ties_by_higher_expert = {"router": _router_of_equals_the_higher_first}
+split_k_by_expert_load = {"grouped_gemm": _experts_with_splits_by_load}
+combine_in_arrival_order = {"combine": _combine_as_rows_arrive}
 layout_sensitive_sum = {"logprob": _logprob_in_rotated_order}
 kernel_by_row_count = {"rms_norm": _rms_norm_with_a_kernel_for_few_rows}
 split_k_by_rows = {"lm_head": _head_with_splits_by_rows}
