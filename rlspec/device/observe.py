@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
@@ -62,12 +63,19 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
         full = name if namespace == "aten" else f"{namespace}::{name}"
-        if full not in self.seen.torch:
-            self.seen.torch.append(full)
         made = func(*args, **(kwargs or {}))
+        # Whole numbers alone are tables of rows, counted and looked through; they are in no result.
+        if full not in self.seen.torch and _numbers((args, kwargs, made)):
+            self.seen.torch.append(full)
         if name in _UNINITIALISED and made.is_floating_point():
             made.fill_(float("nan"))  # what an operator forgets to write is seen, whatever the allocator had there
         return made
+
+
+def _numbers(*values: Any) -> bool:
+    """Whether there is a tensor that is not of whole numbers or truth values; or none at all."""
+    tensors = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+    return not tensors or any(one.is_floating_point() or one.is_complex() for one in tensors)
 
 
 _WATCHING: list[Seen] = []  # `watch` alone enters and leaves it; launchers outside Triton have no hook of their own

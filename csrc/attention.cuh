@@ -1,0 +1,135 @@
+// What the kernels of attention.cu share: borders of splits, places in a fragment, rows of a tile, exact arithmetic.
+#pragma once
+
+#include "hopper.cuh"
+#include "launch.cuh"
+
+namespace rlspec {
+
+constexpr int KEYS = 64;  // keys (backward: also queries) a block, part of the contract
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+
+// Borders between splits: every `early` keys up to position `change`, every `late` keys after it.
+struct Schedule {
+    int early, change, late;
+    __device__ int of(int position) const {
+        return position < change ? position / early : change / early + (position - change) / late;
+    }
+    __device__ int start(int split) const {
+        return split < change / early ? split * early : change + (split - change / early) * late;
+    }
+};
+
+// A line of the table of segments.
+struct Segment {
+    int row, query_start, queries, key_start, keys;
+    __device__ explicit Segment(int const* line)
+        : row(line[0]), query_start(line[1]), queries(line[2]), key_start(line[3]), keys(line[4]) {}
+};
+
+// Strides in elements, of rows, tokens and heads.
+struct Strides {
+    int64_t row, token, head;
+};
+
+// 2^x as the special function unit gives it, subnormal results as 0: the same instruction in every kernel.
+__device__ __forceinline__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float no_infinity(float top) { return top == -INFINITY ? 0.0f : top; }
+
+// The largest of the four threads that share a row of a fragment.
+__device__ __forceinline__ float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, 2));
+    return fmaxf(x, __shfl_xor_sync(0xffffffff, x, 1));
+}
+
+// Where 16 bytes, number `chunk` of row `row`, stand in a tile of `rows` rows of 64·n elements of 16 bits.
+__device__ __forceinline__ int swizzled(int row, int chunk, int rows) {
+    return (chunk >> 3) * rows * 128 + row * 128 + ((chunk & 7) ^ (row & 7)) * 16;
+}
+
+// D[16, 8] += A[16, 16]·1, columns alike: sums of rows on the matrix unit, in its order.
+template <typename Element>
+__device__ __forceinline__ void add_rows(float (&d)[4], uint32_t const (&a)[4]);
+template <>
+__device__ __forceinline__ void add_rows<__nv_bfloat16>(float (&d)[4], uint32_t const (&a)[4]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(0x3f803f80u));
+}
+template <>
+__device__ __forceinline__ void add_rows<__half>(float (&d)[4], uint32_t const (&a)[4]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(0x3c003c00u));
+}
+
+// A finished split on top of the splits before it; one in which the row saw nothing changes nothing.
+struct Factors {
+    float before, now;
+    bool empty;
+    __device__ Factors(float& total_m, float m) : empty(m == -INFINITY) {
+        float const top = fmaxf(total_m, m), base = no_infinity(top);
+        before = exp2_of(__fsub_rn(total_m, base));
+        now = exp2_of(__fsub_rn(m, base));
+        total_m = top;
+    }
+    __device__ Factors of_lane(int lane) const {
+        Factors one = *this;
+        one.before = __shfl_sync(0xffffffff, before, lane), one.now = __shfl_sync(0xffffffff, now, lane);
+        one.empty = __shfl_sync(0xffffffff, empty, lane);
+        return one;
+    }
+    __device__ float operator()(float total, float x) const {
+        return empty ? total : __fmaf_rn(total, before, __fmul_rn(x, now));
+    }
+};
+
+// log2 in the steps of CUDA's own library, which a compiler might contract one way or the other.
+__device__ __forceinline__ float log2_of(float x) {
+    bool const small = x < 0x1p-126f;
+    float const normal = small ? __fmul_rn(x, 0x1p23f) : x;
+    int const exponent = (__float_as_int(normal) - 0x3f3504f3) & 0xff800000;
+    float const t = __fadd_rn(__int_as_float(__float_as_int(normal) - exponent), -1.0f);
+    float y = __fmaf_rn(__int_as_float(0x3dc6b27f), t, __int_as_float(0xbe2c7f30));
+    y = __fmaf_rn(y, t, __int_as_float(0x3e2fcf2a));
+    y = __fmaf_rn(y, t, __int_as_float(0xbe374e43));
+    y = __fmaf_rn(y, t, __int_as_float(0x3e520bf4));
+    y = __fmaf_rn(y, t, __int_as_float(0xbe763c8b));
+    y = __fmaf_rn(y, t, __int_as_float(0x3e93bf99));
+    y = __fmaf_rn(y, t, __int_as_float(0xbeb8aa49));
+    y = __fmaf_rn(y, t, __int_as_float(0x3ef6384a));
+    y = __fmaf_rn(y, t, __int_as_float(0xbf38aa3b));
+    y = __fmaf_rn(t, __int_as_float(0x3fb8aa3b), __fmul_rn(t, __fmul_rn(t, y)));
+    y = __fadd_rn(__fmaf_rn(static_cast<float>(exponent), 0x1p-23f, small ? -23.0f : 0.0f), y);
+    if (__float_as_uint(normal) >= 0x7f800000) y = __fmaf_rn(normal, INFINITY, INFINITY);
+    return normal == 0.0f ? -INFINITY : y;
+}
+
+// The end of a row: the factor of its sums, and the log-sum-exp. A sink joins the denominator alone.
+struct Finish {
+    float before = 1.0f, inverse, lse;
+    bool const sunk;
+    __device__ Finish(float m, float mass, float const* sink) : sunk(sink != nullptr) {
+        if (sunk) {
+            float const top = fmaxf(m, __fmul_rn(*sink, LOG2E));
+            before = exp2_of(__fsub_rn(m, top));
+            mass = __fmaf_rn(mass, before, exp2_of(__fmaf_rn(*sink, LOG2E, -top)));
+            m = top;
+        }
+        inverse = __fdiv_rn(1.0f, mass);
+        lse = __fmul_rn(__fadd_rn(m, log2_of(mass)), LN2);
+    }
+    __device__ float operator()(float x) const { return __fmul_rn(sunk ? __fmul_rn(x, before) : x, inverse); }
+};
+
+}  // namespace rlspec

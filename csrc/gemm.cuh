@@ -1,0 +1,338 @@
+// The chain of products that det_gemm.cu and linear_logprob.cu share: D[m, n] += Σ_k a[m, k] · b[n, k], k ascending in
+// groups of 16, one fp32 accumulator an element. One warpgroup loads (one thread of it asks TMA), one or two multiply.
+#pragma once
+
+#include "hopper.cuh"
+
+namespace rlspec::gemm {
+
+using namespace hopper;
+
+// Two blocks of a cluster that share what both need, each loading half of it: neighbours down share b, across share a.
+enum Pair { ALONE, DOWN, ACROSS };
+
+constexpr int GROUP = 16;  // of the reduced index: one step of the matrix unit
+
+// ROWS × COLUMNS of D a block; a ring of STAGES, each SLABS · DEPTH of the reduced index. LOADED: rows of a that are
+// there; the matrix unit multiplies 64, but the rows of D behind the loaded ones are nobody's. A slab is what one box of
+// TMA brings: 64 of the reduced index where it runs along the 128 bytes, DEPTH rows of it where it does not.
+template <typename Element_, int ROWS_, int COLUMNS_, int LOADED_, int SLABS_, int STAGES_, Pair PAIR_ = ALONE,
+          Major A_ = K_MAJOR, Major B_ = K_MAJOR, int DEPTH_ = 64>
+struct Tile {
+    using Element = Element_;
+    static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, LOADED = LOADED_, SLABS = SLABS_, STAGES = STAGES_;
+    static constexpr int DEPTH = DEPTH_, PACE = SLABS * DEPTH;  // of the reduced index a stage
+    static constexpr int ACROSS_64 = DEPTH * 128;               // bytes of a slab from 64 of M or N to the next, MN-major
+    static constexpr Pair PAIR = PAIR_;
+    static constexpr Major A = A_, B = B_;
+    static constexpr int CONSUMERS = ROWS == 64 ? 1 : 2;       // warpgroups that multiply
+    static constexpr int HEIGHT = ROWS / (64 * CONSUMERS);     // products of 64 rows each of them makes
+    static constexpr int THREADS = 128 * (1 + CONSUMERS);
+    static constexpr int BLOCKS = PAIR == ALONE ? 1 : 2;       // of a cluster
+    static constexpr int A_SLAB = LOADED * DEPTH * 2, B_SLAB = COLUMNS * DEPTH * 2;  // bytes
+    static constexpr int STAGE = SLABS * (A_SLAB + B_SLAB);
+    static constexpr int RING = STAGES * STAGE;
+    static_assert(LOADED == ROWS || (ROWS == 64 && A == K_MAJOR && SLABS * B_SLAB >= 8192 - A_SLAB));
+    static_assert(LOADED % 8 == 0 && COLUMNS % 8 == 0);
+    static_assert(DEPTH == 64 || (DEPTH % GROUP == 0 && A == MN_MAJOR && B == MN_MAJOR));
+};
+
+struct Barriers {
+    uint64_t *full, *empty;
+};
+
+// Where the next stage of the ring is; its parity turns at each round.
+template <int STAGES>
+struct Ring {
+    int stage = 0;
+    uint32_t parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// Shared memory: the ring (from a multiple of 1024 bytes on), `more` bytes for the caller, the barriers.
+template <class T>
+constexpr int shared_bytes(int more) {
+    return 1024 + T::RING + more + 2 * T::STAGES * 8;
+}
+
+__device__ __forceinline__ uint8_t* aligned(uint8_t* memory) {
+    return memory + ((1024 - (shared_address(memory) & 1023)) & 1023);
+}
+
+template <class T>
+__device__ __forceinline__ Barriers start(uint8_t* ring, int more) {
+    const Barriers barriers = {reinterpret_cast<uint64_t*>(ring + T::RING + more),
+                               reinterpret_cast<uint64_t*>(ring + T::RING + more) + T::STAGES};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < T::STAGES; ++i) {
+            barrier_init(barriers.full + i, 1);
+            barrier_init(barriers.empty + i, 4 * T::CONSUMERS * T::BLOCKS);  // a warp each
+        }
+        barrier_init_fence();
+    }
+    if constexpr (T::BLOCKS > 1) {
+        cluster_sync();
+    } else {
+        __syncthreads();
+    }
+    return barriers;
+}
+
+// A block may not leave while the other one of its cluster still writes to it.
+template <class T>
+__device__ __forceinline__ void finish() {
+    if constexpr (T::BLOCKS > 1) cluster_sync();
+}
+
+struct Place {
+    int m, n;  // of the tile of D, in tiles
+};
+
+// Eight tiles down before one to the right: blocks that run together share rows of a and b in the cache.
+__device__ __forceinline__ Place grouped(int tile, int tiles_m, int tiles_n) {
+    const int of_group = 8 * tiles_n, first = tile / of_group * 8, height = min(tiles_m - first, 8);
+    return {first + tile % of_group % height, tile % of_group / height};
+}
+
+// Tiles of LOADED × COLUMNS, counted in clusters.
+template <class T>
+struct Walk {
+    static constexpr int HIGH = T::LOADED * (T::PAIR == DOWN ? 2 : 1), WIDE = T::COLUMNS * (T::PAIR == ACROSS ? 2 : 1);
+    int tiles_m, tiles_n, count;
+    __host__ __device__ Walk(int rows, int columns)
+        : tiles_m((rows - 1) / HIGH + 1), tiles_n((columns - 1) / WIDE + 1), count(tiles_m * tiles_n) {}
+    __device__ __forceinline__ Place at(int tile) const {
+        const Place place = grouped(tile, tiles_m, tiles_n);
+        if constexpr (T::PAIR == DOWN) return {2 * place.m + static_cast<int>(cluster_rank()), place.n};
+        if constexpr (T::PAIR == ACROSS) return {place.m, 2 * place.n + static_cast<int>(cluster_rank())};
+        return place;
+    }
+};
+
+// Rows of a box of TMA where the reduced index runs along the rows (K-major).
+template <class T>
+constexpr int a_box() {
+    return T::A == K_MAJOR ? (T::PAIR == ACROSS ? T::LOADED / 2 : T::LOADED) : T::DEPTH;
+}
+template <class T>
+constexpr int b_box() {
+    return T::B == K_MAJOR ? (T::PAIR == DOWN ? T::COLUMNS / 2 : T::COLUMNS) : T::DEPTH;
+}
+
+// One operand of one slab: LINES of M or N from `line` on, of the reduced index from `k` on. SHARED: each block of the
+// cluster loads a half and both get it.
+template <Major MAJOR, int LINES, int ACROSS_64, bool SHARED>
+__device__ __forceinline__ void load_slab(uint8_t* to, const CUtensorMap* map, uint64_t* barrier, int line, int k) {
+    const int rank = SHARED ? static_cast<int>(cluster_rank()) : 0;
+    if constexpr (MAJOR == K_MAJOR && SHARED) {
+        tma_load_shared(to + rank * (LINES / 2) * 128, map, barrier, 3, k, line + rank * (LINES / 2));
+    } else if constexpr (MAJOR == K_MAJOR) {
+        tma_load(to, map, barrier, k, line);
+    } else {
+#pragma unroll
+        for (int i = 0; i < LINES / 64; ++i) {
+            if constexpr (!SHARED) {
+                tma_load(to + i * ACROSS_64, map, barrier, line + 64 * i, k);
+            } else if (i % 2 == rank) {
+                tma_load_shared(to + i * ACROSS_64, map, barrier, 3, line + 64 * i, k);
+            }
+        }
+    }
+}
+
+// The loads of one tile, by one thread.
+template <class T>
+__device__ __forceinline__ void produce(uint8_t* memory, Barriers barriers, Ring<T::STAGES>& ring, const CUtensorMap* a,
+                                        const CUtensorMap* b, int m, int n, int steps) {
+    for (int step = 0; step < steps; ++step) {
+        barrier_wait(barriers.empty + ring.stage, ring.parity ^ 1);
+        uint64_t* full = barriers.full + ring.stage;
+        uint8_t* to = memory + ring.stage * T::STAGE;
+        barrier_expect(full, T::STAGE);
+#pragma unroll
+        for (int i = 0; i < T::SLABS; ++i) {
+            const int k = step * T::PACE + i * T::DEPTH;
+            uint8_t *to_a = to + i * T::A_SLAB, *to_b = to + T::SLABS * T::A_SLAB + i * T::B_SLAB;
+            load_slab<T::A, T::LOADED, T::ACROSS_64, T::PAIR == ACROSS>(to_a, a, full, m, k);
+            load_slab<T::B, T::COLUMNS, T::ACROSS_64, T::PAIR == DOWN>(to_b, b, full, n, k);
+        }
+        ring.next();
+    }
+}
+
+// One lane of each warp tells that its warp has read a stage.
+template <class T>
+__device__ __forceinline__ void release(Barriers barriers, int stage) {
+    if constexpr (T::BLOCKS == 1) {
+        if (threadIdx.x % 32 == 0) barrier_arrive(barriers.empty + stage);
+    } else {
+        if (threadIdx.x % 32 < T::BLOCKS) barrier_arrive_at(barriers.empty + stage, threadIdx.x % 32);
+    }
+}
+
+// The promise in one place: inside a stage the matrix unit ascends by 16, all into one accumulator.
+template <class T>
+__device__ __forceinline__ void multiply_stage(float (&acc)[T::HEIGHT][T::COLUMNS / 2], const uint8_t* from,
+                                               int warpgroup, bool more) {
+    using Unit = Wgmma<typename T::Element, T::COLUMNS, T::A, T::B>;
+    constexpr uint64_t a_step = T::A == K_MAJOR ? K_STEP : MN_STEP, b_step = T::B == K_MAJOR ? K_STEP : MN_STEP;
+    constexpr int of_64 = T::A == K_MAJOR ? 64 * 128 : T::ACROSS_64;
+    const uint8_t *from_a = from + warpgroup * T::HEIGHT * of_64, *from_b = from + T::SLABS * T::A_SLAB;
+    const uint64_t a = T::A == K_MAJOR ? k_major(from_a) : mn_major(from_a, T::ACROSS_64);
+    const uint64_t b = T::B == K_MAJOR ? k_major(from_b) : mn_major(from_b, T::ACROSS_64);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < T::SLABS; ++i) {
+#pragma unroll
+        for (int k = 0; k < T::DEPTH / GROUP; ++k) {
+#pragma unroll
+            for (int h = 0; h < T::HEIGHT; ++h) {
+                Unit::both(acc[h], a + i * (T::A_SLAB / 16) + h * (of_64 / 16) + k * a_step,
+                           b + i * (T::B_SLAB / 16) + k * b_step, more || i + k > 0);
+            }
+        }
+    }
+    wgmma_commit();
+}
+
+// Stages ascend. acc is continued if `resume`, else overwritten. `warpgroup`: 0 or 1, of those that multiply. steps > 0.
+template <class T>
+__device__ __forceinline__ void chain(float (&acc)[T::HEIGHT][T::COLUMNS / 2], uint8_t* memory, Barriers barriers,
+                                      Ring<T::STAGES>& ring, int warpgroup, int steps, bool resume) {
+#pragma unroll
+    for (int h = 0; h < T::HEIGHT; ++h) registers_fence(acc[h]);
+    barrier_wait(barriers.full + ring.stage, ring.parity);
+    multiply_stage<T>(acc, memory + ring.stage * T::STAGE, warpgroup, resume);
+    int before = ring.stage;
+    ring.next();
+    for (int step = 1; step < steps; ++step) {
+        barrier_wait(barriers.full + ring.stage, ring.parity);
+        multiply_stage<T>(acc, memory + ring.stage * T::STAGE, warpgroup, true);
+        wgmma_wait<1>();
+        release<T>(barriers, before);
+        before = ring.stage;
+        ring.next();
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int h = 0; h < T::HEIGHT; ++h) registers_fence(acc[h]);
+    release<T>(barriers, before);
+}
+
+// ---- results ----
+
+template <typename Out>
+__device__ __forceinline__ Out rounded(float value);
+template <>
+__device__ __forceinline__ float rounded<float>(float value) {
+    return value;
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 rounded<__nv_bfloat16>(float value) {
+    return __float2bfloat16_rn(value);
+}
+template <>
+__device__ __forceinline__ __half rounded<__half>(float value) {
+    return __float2half_rn(value);
+}
+
+__device__ __forceinline__ void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
+}
+
+// 64 rows × 128 bytes of the accumulators from column `first` on, swizzled as the store of TMA expects.
+template <typename Out, int N>
+__device__ __forceinline__ void lay(const float (&acc)[N], int first, uint8_t* to) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    if constexpr (sizeof(Out) == 2) {
+        const int row = 16 * warp + lane % 16;
+        const uint32_t base = shared_address(to) + row * 128;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const float* d = acc + first / 2 + 8 * q;
+            store_matrices(base + ((2 * q + lane / 16) ^ (row % 8)) * 16, pack(d[0], d[1], Out()), pack(d[2], d[3], Out()),
+                           pack(d[4], d[5], Out()), pack(d[6], d[7], Out()));
+        }
+    } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = 16 * warp + lane / 4 + 8 * half;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int unit = (2 * j + lane % 4 / 2) ^ (row % 8);
+                const float* d = acc + first / 2 + 4 * j + 2 * half;
+                *reinterpret_cast<float2*>(to + row * 128 + unit * 16 + lane % 2 * 8) = make_float2(d[0], d[1]);
+            }
+        }
+    }
+}
+
+// Through shared memory, 64 rows × 128 bytes at a time, in two buffers a warpgroup.
+template <class T, typename Out>
+__device__ __forceinline__ void store_through(const float (&acc)[T::HEIGHT][T::COLUMNS / 2], const CUtensorMap* map,
+                                              uint8_t* buffers, int m, int n, int warpgroup) {
+    constexpr int WIDE = 128 / sizeof(Out);
+    uint8_t* mine = buffers + warpgroup * 2 * 8192;
+    const bool leads = threadIdx.x % 128 == 0;
+#pragma unroll
+    for (int h = 0; h < T::HEIGHT; ++h) {
+#pragma unroll
+        for (int first = 0; first < T::COLUMNS; first += WIDE) {
+            const int part = h * (T::COLUMNS / WIDE) + first / WIDE;
+            uint8_t* buffer = mine + part % 2 * 8192;
+            if (leads && part == 0) tma_store_wait_read<0>();
+            if (leads && part > 0) tma_store_wait_read<1>();
+            group_sync(1 + warpgroup, 128);
+            lay<Out>(acc[h], first, buffer);
+            async_fence();
+            group_sync(1 + warpgroup, 128);
+            if (leads) {
+                tma_store(map, buffer, n + first, m + (warpgroup * T::HEIGHT + h) * 64);
+                tma_store_commit();
+            }
+        }
+    }
+}
+
+// ---- host ----
+
+// One operand [lines, reduced] (K-major) or [reduced, lines], `stride` elements from row to row.
+template <Major MAJOR, typename Element>
+cudaError_t map_operand(CUtensorMap* map, const void* base, int64_t lines, int64_t reduced, int64_t stride, int box) {
+    const Element* typed = static_cast<const Element*>(base);
+    return MAJOR == K_MAJOR ? map_matrix(map, typed, lines, reduced, stride, box, 64)
+                            : map_matrix(map, typed, reduced, lines, stride, box, 64);
+}
+
+// Blocks that stay and walk over tiles, as many as the device has multiprocessors.
+inline cudaError_t launch_steady(const void* kernel, int tiles, int blocks_of_cluster, int threads, int shared,
+                                 void** arguments, cudaStream_t stream) {
+    int device = 0, processors = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) return error;
+    const int clusters = tiles < processors / blocks_of_cluster ? tiles : processors / blocks_of_cluster;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(clusters * blocks_of_cluster);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = blocks_of_cluster;
+    cluster.val.clusterDim.y = 1;
+    cluster.val.clusterDim.z = 1;
+    config.attrs = &cluster;
+    config.numAttrs = blocks_of_cluster > 1 ? 1 : 0;
+    return cudaLaunchKernelExC(&config, kernel, arguments);
+}
+
+}  // namespace rlspec::gemm

@@ -1,0 +1,729 @@
+// Root-mean-square norm over the last dimension; as QK-norm, over the heads of [tokens, heads, width].
+//
+//     r = 1 / √(mean(x²) + eps)          y = round(x · r · w)
+//     n = x · r, g = dy · w              dx = round(r · (g - n · mean(g · n)))
+//     dw = Σ_rows dy · n                 in blocks of 16 positions: a fixed tree inside a block, then blocks ascending,
+//                                        one addition a block, resumed from an fp32 accumulator
+//
+// Promise. A row's bits depend on the row, the weight and constants of (width, dtype), and equal those of the Triton
+// kernels (seen with Triton 3.6). Their tree, written out: a row is filled up with zeros to `block`, the next power of
+// two, and dealt to `lanes` lanes of each of `warps` warps in packs of `vec` numbers, round after round. A lane adds its
+// numbers in ascending order by fma, the first two as fma(a, a, b · b); lanes, then warps, are joined by a butterfly,
+// the far half first. Square root and quotient are the IEEE ones; mean(s) is s · round(1 / width), contracted with eps.
+//
+// Limits. bf16, fp16, fp32; width up to 65536; fewer than 2³¹ rows. x and dy have strides of a position and of a head,
+// columns side by side. Width 1 has no second number and is not held against Triton.
+// Source. Zhang and Sennrich, "Root mean square layer normalization", 2019.
+
+#include "common.cuh"
+
+namespace rlspec {
+
+constexpr int GROUP = 16;
+
+// How the row of a block is dealt: vec · lanes · warps · rounds = block, all of them powers of two. across = lanes · warps.
+struct Spread {
+    int block, vec, lanes, warps, rounds, across_bits;
+};
+
+// [outer, inner, width] with two strides; where one stride does for all rows, the inner rows are all of them.
+template <typename T>
+struct Rows {
+    T const* data;
+    int64_t outer, inner;
+
+    __device__ __forceinline__ T const* at(unsigned row, unsigned inner_rows) const {
+        if (inner_rows == 0) return data + int64_t(row) * inner;
+        return data + int64_t(row / inner_rows) * outer + int64_t(row % inner_rows) * inner;
+    }
+};
+
+// ---- the tree ----
+
+// Sum over `lanes` neighbouring lanes, the far half first.
+__device__ __forceinline__ float butterfly(float x, int lanes) {
+#pragma unroll
+    for (int far = 16; far > 0; far /= 2) {
+        if (far < lanes) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, far));
+    }
+    return x;
+}
+
+// Sum over the lanes and warps of a row. `parts` holds one place a warp of the block and is used for nothing else.
+// FULL: a row has all lanes of a warp.
+template <bool FULL>
+__device__ __forceinline__ float join(float x, Spread const& spread, float* parts) {
+    x = butterfly(x, FULL ? 32 : spread.lanes);
+    if (spread.warps == 1) return x;
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 0) parts[warp] = x;
+    __syncthreads();
+    return butterfly(parts[(warp & -spread.warps) | (lane & (spread.warps - 1))], spread.warps);
+}
+
+__device__ __forceinline__ float root(float squares, float eps, float per_width) {
+    return __frcp_rn(__fsqrt_rn(__fmaf_rn(squares, per_width, eps)));
+}
+
+// The ordered sum of products of a lane's numbers, begun by the first two.
+struct Chain {
+    float sum, first_a, first_b;
+    int count = 0;
+
+    __device__ __forceinline__ void add(float a, float b) {
+        if (count == 0) {
+            first_a = a;
+            first_b = b;
+        } else if (count == 1) {
+            sum = __fmaf_rn(first_a, first_b, __fmul_rn(a, b));
+        } else {
+            sum = __fmaf_rn(a, b, sum);
+        }
+        ++count;
+    }
+
+    __device__ __forceinline__ float value() const { return count == 1 ? __fmul_rn(first_a, first_b) : sum; }
+};
+
+// N numbers from a column, which are 0 beyond the width; a pack lies inside or outside as one.
+template <int N, typename T>
+__device__ __forceinline__ Pack<T, N> take(T const* row, int column, int width) {
+    if (column < width) return load<N>(row + column);
+    Pack<T, N> none;
+    none.zero();
+    return none;
+}
+
+template <typename T>
+__device__ __forceinline__ float take_one(T const* row, int column, int width) {
+    return column < width ? widen(row[column]) : 0.0f;
+}
+
+template <int ROUNDS, int N, typename T>
+__device__ __forceinline__ float squares(Pack<T, N> const (&value)[ROUNDS]) {
+    Chain chain;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) chain.add(value[r].get(n), value[r].get(n));
+    }
+    return chain.value();
+}
+
+// ---- forward and data gradient ----
+// Blocks of threads stay, and walk over the rows: `together` rows side by side and TIMES such sets a step, with the loads
+// of the next step under way. THREADS is the most that a block may have: the fewer, the more registers.
+
+template <typename T, int ROUNDS, int TIMES>
+struct Fetched {
+    static constexpr int N = 16 / sizeof(T);
+    Pack<T, N> row[TIMES][ROUNDS];
+
+    __device__ __forceinline__ void keep_narrow(int t) {
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) rlspec::keep_narrow(row[t][r]);
+    }
+
+    __device__ __forceinline__ void read(Rows<T> const& from, unsigned first, unsigned together, unsigned rows,
+                                         unsigned inner, int place, int step, int width) {
+#pragma unroll
+        for (int t = 0; t < TIMES; ++t) {
+            unsigned const row_number = first + t * together;
+            bool const there = row_number < rows;
+            T const* const at = from.at(there ? row_number : 0, inner);
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) row[t][r] = take<N>(at, place + r * step, there ? width : 0);
+        }
+    }
+};
+
+#ifndef NORM_MIN
+#define NORM_MIN 3
+#endif
+#ifndef DATA_MIN
+#define DATA_MIN 2
+#endif
+#ifndef QK_TIMES
+#define QK_TIMES 2
+#endif
+#ifndef KEEPW
+#define KEEPW 1
+#endif
+#ifndef PREFETCH
+#define PREFETCH 1
+#endif
+template <typename T, int ROUNDS, int TIMES, int THREADS, bool ROUND_FIRST>
+__global__ void __launch_bounds__(THREADS, ((sizeof(T) == 2 ? NORM_MIN : 2) * 256 / THREADS)) norm(Rows<T> x, T const* weight, T* y, unsigned rows, unsigned inner,
+                                                int width, float eps, float per_width, Spread spread) {
+    constexpr int N = 16 / sizeof(T);
+    __shared__ float parts[2][TIMES][32];
+    unsigned const together = blockDim.x >> spread.across_bits, own = threadIdx.x >> spread.across_bits;
+    unsigned const stride = gridDim.x * together * TIMES;
+    int const step = N << spread.across_bits, place = threadIdx.x * N & (step - 1);
+    Fetched<T, ROUNDS, TIMES> now, next;
+    Pack<T, N> w[ROUNDS];
+    int64_t first = int64_t(blockIdx.x) * together * TIMES;
+    next.read(x, unsigned(first) + own, together, rows, inner, place, step, width);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) w[r] = take<N>(weight, place + r * step, width);
+    for (int flip = 0; first < rows; first += stride, flip ^= 1) {
+        if (!PREFETCH && flip >= 0 && first >= stride) {
+            next.read(x, unsigned(first) + own, together, rows, inner, place, step, width);
+        }
+        now = next;
+        if (PREFETCH && first + stride < rows) {
+            next.read(x, unsigned(first) + stride + own, together, rows, inner, place, step, width);
+        }
+#pragma unroll
+        for (int t = 0; t < TIMES; ++t) {
+            unsigned const row = unsigned(first) + own + t * together;
+            float const scale = root(join<(ROUNDS > 1)>(squares(now.row[t]), spread, parts[flip][t]), eps, per_width);
+            now.keep_narrow(t);
+            if (row >= rows) continue;
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                if (KEEPW) keep_narrow(w[r]);
+                float found[N];
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    float normed = __fmul_rn(now.row[t][r].get(n), scale);
+                    if (ROUND_FIRST) normed = widen(narrow<T>(normed));
+                    found[n] = __fmul_rn(normed, w[r].get(n));
+                }
+                Pack<T, N> out;
+                out.set(found);
+                if (place + r * step < width) store<N>(y + int64_t(row) * width + place + r * step, out);
+            }
+        }
+    }
+}
+
+template <typename T, int ROUNDS, int TIMES, int THREADS>
+__global__ void __launch_bounds__(THREADS, ((sizeof(T) == 2 ? DATA_MIN : 1) * 256 / THREADS)) norm_data_gradient(Rows<T> x, T const* weight, Rows<T> dy, T* dx,
+                                                              unsigned rows, unsigned inner, int width, float eps,
+                                                              float per_width, Spread spread) {
+    constexpr int N = 16 / sizeof(T);
+    __shared__ float parts[2][2 * TIMES][32];
+    unsigned const together = blockDim.x >> spread.across_bits, own = threadIdx.x >> spread.across_bits;
+    unsigned const stride = gridDim.x * together * TIMES;
+    int const step = N << spread.across_bits, place = threadIdx.x * N & (step - 1);
+    Fetched<T, ROUNDS, TIMES> now, above, next, next_above;
+    Pack<T, N> w[ROUNDS];
+    int64_t first = int64_t(blockIdx.x) * together * TIMES;
+    next.read(x, unsigned(first) + own, together, rows, inner, place, step, width);
+    next_above.read(dy, unsigned(first) + own, together, rows, inner, place, step, width);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) w[r] = take<N>(weight, place + r * step, width);
+    for (int flip = 0; first < rows; first += stride, flip ^= 1) {
+        if (!PREFETCH && first >= stride) {
+            next.read(x, unsigned(first) + own, together, rows, inner, place, step, width);
+            next_above.read(dy, unsigned(first) + own, together, rows, inner, place, step, width);
+        }
+        now = next;
+        above = next_above;
+        if (PREFETCH && first + stride < rows) {
+            next.read(x, unsigned(first) + stride + own, together, rows, inner, place, step, width);
+            next_above.read(dy, unsigned(first) + stride + own, together, rows, inner, place, step, width);
+        }
+#pragma unroll
+        for (int t = 0; t < TIMES; ++t) {
+            unsigned const row = unsigned(first) + own + t * together;
+            auto const &value = now.row[t], &upstream = above.row[t];
+            float const scale = root(join<(ROUNDS > 1)>(squares(value), spread, parts[flip][2 * t]), eps, per_width);
+            now.keep_narrow(t);
+            Chain products;
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                if (KEEPW) keep_narrow(w[r]);
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    float const g = __fmul_rn(upstream[r].get(n), w[r].get(n));
+                    products.add(g, __fmul_rn(value[r].get(n), scale));
+                }
+            }
+            float const mean = __fmul_rn(join<(ROUNDS > 1)>(products.value(), spread, parts[flip][2 * t + 1]), per_width);
+            now.keep_narrow(t);
+            above.keep_narrow(t);
+            if (row >= rows) continue;
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                if (KEEPW) keep_narrow(w[r]);
+                float found[N];
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    float const g = __fmul_rn(upstream[r].get(n), w[r].get(n));
+                    float const normed = __fmul_rn(value[r].get(n), scale);
+                    found[n] = __fmul_rn(scale, __fmaf_rn(-normed, mean, g));
+                }
+                Pack<T, N> out;
+                out.set(found);
+                if (place + r * step < width) store<N>(dx + int64_t(row) * width + place + r * step, out);
+            }
+        }
+    }
+}
+
+// The same for any width and alignment, number by number, from memory each time.
+template <typename T>
+__global__ void __launch_bounds__(1024) norm_any(Rows<T> x, T const* weight, T* y, unsigned rows, unsigned inner,
+                                                 int width, float eps, float per_width, bool round_before_weight,
+                                                 Spread spread) {
+    __shared__ float parts[32];
+    unsigned const across = spread.lanes * spread.warps;
+    unsigned const row = blockIdx.x * (blockDim.x / across) + threadIdx.x / across, along = threadIdx.x % across;
+    int const reach = row < rows ? width : 0;
+    T const* const from = x.at(row < rows ? row : 0, inner);
+    Chain chain;
+    for (int r = 0; r < spread.rounds; ++r) {
+        for (int n = 0; n < spread.vec; ++n) {
+            float const value = take_one(from, (r * across + along) * spread.vec + n, reach);
+            chain.add(value, value);
+        }
+    }
+    float const scale = root(join<false>(chain.value(), spread, parts), eps, per_width);
+    for (int column = along; column < reach; column += across) {
+        float normed = __fmul_rn(widen(from[column]), scale);
+        if (round_before_weight) normed = widen(narrow<T>(normed));
+        y[int64_t(row) * width + column] = narrow<T>(__fmul_rn(normed, widen(weight[column])));
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(1024) norm_data_gradient_any(Rows<T> x, T const* weight, Rows<T> dy, T* dx,
+                                                               unsigned rows, unsigned inner, int width, float eps,
+                                                               float per_width, Spread spread) {
+    __shared__ float parts[2][32];
+    unsigned const across = spread.lanes * spread.warps;
+    unsigned const row = blockIdx.x * (blockDim.x / across) + threadIdx.x / across, along = threadIdx.x % across;
+    int const reach = row < rows ? width : 0;
+    T const *const from = x.at(row < rows ? row : 0, inner), *const above = dy.at(row < rows ? row : 0, inner);
+    Chain chain, products;
+    for (int r = 0; r < spread.rounds; ++r) {
+        for (int n = 0; n < spread.vec; ++n) {
+            float const value = take_one(from, (r * across + along) * spread.vec + n, reach);
+            chain.add(value, value);
+        }
+    }
+    float const scale = root(join<false>(chain.value(), spread, parts[0]), eps, per_width);
+    for (int r = 0; r < spread.rounds; ++r) {
+        for (int n = 0; n < spread.vec; ++n) {
+            int const column = (r * across + along) * spread.vec + n;
+            float const g = __fmul_rn(take_one(above, column, reach), take_one(weight, column, width));
+            products.add(g, __fmul_rn(take_one(from, column, reach), scale));
+        }
+    }
+    float const mean = __fmul_rn(join<false>(products.value(), spread, parts[1]), per_width);
+    for (int column = along; column < reach; column += across) {
+        float const g = __fmul_rn(widen(above[column]), widen(weight[column]));
+        float const normed = __fmul_rn(widen(from[column]), scale);
+        dx[int64_t(row) * width + column] = narrow<T>(__fmul_rn(scale, __fmaf_rn(-normed, mean, g)));
+    }
+}
+
+// ---- weight gradient ----
+// sums [blocks, width] = Σ dy · n over the 16 positions of each block and their heads, position-major. `partial` partial
+// sums take every partial-th row each, in order. They stand in `deep` sets of rows side by side: a thread adds its `deep`
+// partial sums in order, then a butterfly joins the rows of a warp, then one the rows of the warps.
+
+struct Partials {
+    int partial, deep, lane_rows, warp_rows;
+};
+
+// The rows of one block, for a thread whose row in a set is `own`.
+template <typename T>
+struct Listed {
+    Rows<T> x, dy;
+    int32_t const* table;
+    int rows, heads;
+
+    struct Row {
+        T const *value, *upstream;
+        bool live;
+        float dead;
+    };
+
+    // The positions of the block, once for all threads.
+    __device__ __forceinline__ void name(int (&named)[GROUP]) const {
+        int const place = threadIdx.x, position = blockIdx.x * GROUP + place;
+        if (place < GROUP) named[place] = table != nullptr ? table[position] : position < rows ? position : -1;
+        __syncthreads();
+    }
+
+    // -1 is a zero row. A row that does not exist must show: the host cannot look at a table on the device.
+    __device__ __forceinline__ Row at(int const (&named)[GROUP], int listed, bool counted) const {
+        int const of_block = heads == 1 ? listed : listed / heads;
+        int const row = counted && listed < GROUP * heads ? named[of_block] : -1;
+        bool const live = row >= 0 && row < rows;
+        int64_t const outer = live ? row : 0, head = live ? listed - of_block * heads : 0;
+        return {x.data + outer * x.outer + head * x.inner, dy.data + outer * dy.outer + head * dy.inner, live,
+                row == -1 ? 0.0f : __int_as_float(0x7fc00000)};
+    }
+};
+
+// Where a thread stands: among the threads of a row, and among the rows of a set.
+struct Place {
+    int along, own;
+    bool leads;  // of its column, the first row of its warp
+
+    __device__ Place(Spread const& spread, Partials const& partials) {
+        int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        along = warp % spread.warps * spread.lanes + lane % spread.lanes;
+        own = warp / spread.warps * partials.lane_rows + lane / spread.lanes;
+        leads = lane < spread.lanes;
+    }
+};
+
+// The sum over the rows of a set, for one column; `joined` has a row of `block` numbers for each row of warps.
+__device__ __forceinline__ void hand_in(float sum, int column, int width, float* to, float* joined, bool leads,
+                                        Spread const& spread, Partials const& partials) {
+    for (int far = partials.lane_rows / 2; far > 0; far /= 2) {
+        sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, far * spread.lanes));
+    }
+    int const warp_row = threadIdx.x / 32 / spread.warps;
+    if (!leads || column >= width || warp_row >= partials.warp_rows) return;
+    if (partials.warp_rows > 1) {
+        joined[warp_row * spread.block + column] = sum;
+    } else {
+        to[column] = sum;
+    }
+}
+
+__device__ __forceinline__ void join_warps(float* to, float* joined, int width, Spread const& spread,
+                                           Partials const& partials) {
+    if (partials.warp_rows == 1) return;
+    __syncthreads();
+    for (int column = threadIdx.x; column < width; column += blockDim.x) {
+        for (int far = partials.warp_rows / 2; far > 0; far /= 2) {
+            for (int i = 0; i < far; ++i) {
+                float* const one = joined + i * spread.block + column;
+                *one = __fadd_rn(*one, one[far * spread.block]);
+            }
+        }
+        to[column] = joined[column];
+    }
+}
+
+// ONE: there is one set, so no partial sums are joined within a thread.
+template <typename T, int ROUNDS, int THREADS, bool ONE>
+__global__ void __launch_bounds__(THREADS, 1) norm_block_sums(Listed<T> list, float* sums, int width, float eps,
+                                                              float per_width, Spread spread, Partials partials) {
+    constexpr int N = 16 / sizeof(T);
+    extern __shared__ float joined[];
+    __shared__ float parts[2][32];
+    __shared__ int named[GROUP];
+    list.name(named);
+    Place const place(spread, partials);
+    int const step = spread.lanes * spread.warps * N, all = GROUP * list.heads, side = partials.partial / partials.deep;
+    bool const counted = place.own < partials.partial;
+    Pack<T, N> value[ROUNDS], upstream[ROUNDS], next_value[ROUNDS], next_upstream[ROUNDS];
+    bool live, next_live;
+    float dead, next_dead;
+    auto const fetch = [&](int first) {
+        auto const row = list.at(named, first + place.own, counted);
+        next_live = row.live;
+        next_dead = row.dead;
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            next_value[r] = take<N>(row.value, place.along * N + r * step, row.live ? width : 0);
+            next_upstream[r] = take<N>(row.upstream, place.along * N + r * step, row.live ? width : 0);
+        }
+    };
+    float total[ROUNDS][N];
+    int flip = 0;
+    fetch(0);
+    for (int set = 0; set < (ONE ? 1 : partials.deep); ++set) {
+        float acc[ROUNDS][N] = {};
+        for (int first = set * side; first < all; first += partials.partial, flip ^= 1) {
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                value[r] = next_value[r];
+                upstream[r] = next_upstream[r];
+            }
+            live = next_live;
+            dead = next_dead;
+            int const after = first + partials.partial;
+            fetch(ONE || after < all ? after : (set + 1) * side);  // past the end there are zero rows, which are not read
+            float const scale = root(join<(ROUNDS > 1)>(squares(value), spread, parts[flip]), eps, per_width);
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                keep_narrow(value[r]);
+#pragma unroll
+                for (int n = 0; n < N; ++n) {
+                    float const normed = __fmul_rn(value[r].get(n), scale);
+                    float const term = __fmul_rn(upstream[r].get(n), normed);
+                    acc[r][n] = __fadd_rn(acc[r][n], live ? term : dead);
+                }
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+                total[r][n] = ONE || set == 0 ? acc[r][n] : __fadd_rn(total[r][n], acc[r][n]);
+            }
+        }
+    }
+    float* const to = sums + int64_t(blockIdx.x) * width;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            hand_in(total[r][n], place.along * N + r * step + n, width, to, joined, place.leads, spread, partials);
+        }
+    }
+    join_warps(to, joined, width, spread, partials);
+}
+
+// The same for any width and alignment: 64 numbers a thread at most, in local memory.
+template <typename T>
+__global__ void __launch_bounds__(1024) norm_block_sums_any(Listed<T> list, float* sums, int width, float eps,
+                                                            float per_width, Spread spread, Partials partials) {
+    extern __shared__ float joined[];
+    __shared__ float parts[2][32];
+    __shared__ int named[GROUP];
+    list.name(named);
+    Place const place(spread, partials);
+    int const across = spread.lanes * spread.warps, all = GROUP * list.heads;
+    int const side = partials.partial / partials.deep, own = spread.rounds * spread.vec;
+    bool const counted = place.own < partials.partial;
+    auto const column = [&](int i) { return (i / spread.vec * across + place.along) * spread.vec + i % spread.vec; };
+    float total[64];
+    int flip = 0;
+    for (int set = 0; set < partials.deep; ++set) {
+        float acc[64];
+        for (int i = 0; i < own; ++i) acc[i] = 0.0f;
+        for (int first = set * side; first < all; first += partials.partial, flip ^= 1) {
+            auto const row = list.at(named, first + place.own, counted);
+            int const reach = row.live ? width : 0;
+            Chain chain;
+            for (int i = 0; i < own; ++i) {
+                float const value = take_one(row.value, column(i), reach);
+                chain.add(value, value);
+            }
+            float const scale = root(join<false>(chain.value(), spread, parts[flip]), eps, per_width);
+            for (int i = 0; i < own; ++i) {
+                float const normed = __fmul_rn(take_one(row.value, column(i), reach), scale);
+                float const term = __fmul_rn(take_one(row.upstream, column(i), reach), normed);
+                acc[i] = __fadd_rn(acc[i], row.live ? term : row.dead);
+            }
+        }
+        for (int i = 0; i < own; ++i) total[i] = set == 0 ? acc[i] : __fadd_rn(total[i], acc[i]);
+    }
+    float* const to = sums + int64_t(blockIdx.x) * width;
+    for (int i = 0; i < own; ++i) {
+        hand_in(total[i], column(i), width, to, joined, place.leads, spread, partials);
+    }
+    join_warps(to, joined, width, spread, partials);
+}
+
+// accumulator += sums[0], then += sums[1], ...: a chain, so that any cut into calls has the same bits. Eight warps fetch
+// the next rows while the first one adds.
+constexpr int FETCHED = 128;
+
+__global__ void __launch_bounds__(256) norm_chain(float const* sums, float* accumulator, int64_t blocks, int width) {
+    __shared__ float held[2][FETCHED][32];
+    int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = blockIdx.x * 32 + lane;
+    bool const inside = column < width;
+    float next[FETCHED / 8];
+    auto const fetch = [&](int64_t first) {
+#pragma unroll
+        for (int i = 0; i < FETCHED / 8; ++i) {
+            int64_t const block = first + i * 8 + warp;
+            next[i] = inside && block < blocks ? sums[block * width + column] : -0.0f;  // -0 leaves a sum as it is
+        }
+    };
+    float sum = inside ? accumulator[column] : 0.0f;
+    fetch(0);
+    int flip = 0;
+    for (int64_t first = 0; first < blocks; first += FETCHED, flip ^= 1) {
+#pragma unroll
+        for (int i = 0; i < FETCHED / 8; ++i) held[flip][i * 8 + warp][lane] = next[i];
+        __syncthreads();
+        if (first + FETCHED < blocks) fetch(first + FETCHED);
+        if (warp > 0) continue;
+#pragma unroll 32
+        for (int i = 0; i < FETCHED; ++i) sum = __fadd_rn(sum, held[flip][i][lane]);
+    }
+    if (warp == 0 && inside) accumulator[column] = sum;
+}
+
+// ---- how a row is dealt ----
+
+inline int power_of_two(int64_t x) {
+    int block = 1;
+    while (block < x) block *= 2;
+    return block;
+}
+
+inline int bits(int power) {
+    int count = 0;
+    while (1 << count < power) ++count;
+    return count;
+}
+
+inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
+
+inline Spread spread_of(int block, int vec, int warps) {
+    int const lanes = clamp(block / vec, 1, 32), along = clamp(block / (vec * lanes), 1, warps);
+    int const rounds = block / (vec * lanes * along);
+    return {block, vec, lanes, along, rounds < 1 ? 1 : rounds, bits(lanes * along)};
+}
+
+// A program of the Triton kernel has `rows` rows, about 2048 numbers or one row, and a warp for 1024 numbers.
+inline int warps_of(int block, int rows) { return clamp(int(int64_t(block) * rows / 1024), 4, 32); }
+
+// Calls `body` with rounds and threads as constants; false where there is no kernel for them.
+template <typename T, typename Body>
+bool with_rounds(Spread const& spread, Body body) {
+    bool const wide = spread.lanes * spread.warps > 256;
+    auto const run = [&](auto rounds, auto threads) {
+        body(rounds, threads);
+        return true;
+    };
+    std::integral_constant<int, 256> few;
+    std::integral_constant<int, 512> many;
+    std::integral_constant<int, 64 / (16 / sizeof(T)) / 2> most;  // 32 numbers a thread
+    if (wide) return spread.rounds == most && spread.lanes * spread.warps <= 512 && run(most, many);
+    if (spread.rounds == 1) return run(std::integral_constant<int, 1>(), few);
+    if (spread.rounds == 2) return run(std::integral_constant<int, 2>(), few);
+    if (spread.rounds == 4) return run(std::integral_constant<int, 4>(), few);
+    return spread.rounds == most && run(most, few);
+}
+
+// As many blocks as the chip holds at once, or as there are steps.
+template <typename Kernel>
+unsigned staying(Kernel kernel, int threads, int64_t steps) {
+    int device = 0, processors = 1, resident = 1;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, 0);
+#ifndef STAY
+#define STAY 1
+#endif
+    if (!STAY) return unsigned(steps);
+    int64_t const held = int64_t(processors) * (resident < 1 ? 1 : resident);
+    return unsigned(steps < held ? steps : held);
+}
+
+template <typename T>
+bool packed(Rows<T> const& rows, int64_t width) {
+    constexpr int N = 16 / sizeof(T);
+    return aligned(rows.data) && rows.outer % N == 0 && rows.inner % N == 0 && width % N == 0;
+}
+
+inline bool refused(int64_t rows, int64_t width) { return rows < 1 || rows > INT32_MAX || width < 1 || width > 65536; }
+
+}  // namespace rlspec
+
+using namespace rlspec;
+
+extern "C" {
+
+// x [rows / inner, inner, width] -> y contiguous.
+int rms_norm_forward(void const* x, void const* weight, void* y, int64_t dtype, int64_t rows, int64_t inner,
+                     int64_t width, int64_t x_outer, int64_t x_inner, float eps, int64_t round_before_weight,
+                     cudaStream_t stream) {
+    if (refused(rows, width)) return cudaErrorInvalidValue;
+    return with_dtype(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        int const block = power_of_two(width);
+        Spread const spread = spread_of(block, 16 / sizeof(T), warps_of(block, clamp(2048 / block, 1, 2048)));
+        Rows<T> const from{(T const*)x, x_outer, x_inner};
+        bool const flat = x_outer == inner * x_inner || rows == inner;
+        int const across = spread.lanes * spread.warps, threads = across < 128 ? 128 : across;
+        unsigned const inner_rows = flat ? 0 : unsigned(inner);
+        auto const launch = [&](auto kernel, int times) {
+            int64_t const steps = ceil_div(rows, int64_t(threads / across) * times);
+            kernel<<<staying(kernel, threads, steps), threads, 0, stream>>>(from, (T const*)weight, (T*)y,
+                                                                            unsigned(rows), inner_rows, int(width), eps,
+                                                                            1.0f / float(width), spread);
+        };
+        bool const whole = packed(from, width) && aligned(weight) && aligned(y);
+        if (!whole || !with_rounds<T>(spread, [&](auto rounds, auto most) {
+                constexpr int times = rounds == 1 ? QK_TIMES : 1;
+                launch(round_before_weight ? norm<T, rounds, times, most, true> : norm<T, rounds, times, most, false>,
+                       times);
+            })) {
+            norm_any<T><<<unsigned(ceil_div(rows, threads / across)), threads, 0, stream>>>(
+                from, (T const*)weight, (T*)y, unsigned(rows), inner_rows, int(width), eps, 1.0f / float(width),
+                round_before_weight != 0, spread);
+        }
+        return int(cudaGetLastError());
+    });
+}
+
+// x and dy [rows / inner, inner, width] -> dx contiguous.
+int rms_norm_data_gradient(void const* x, void const* weight, void const* dy, void* dx, int64_t dtype, int64_t rows,
+                           int64_t inner, int64_t width, int64_t x_outer, int64_t x_inner, int64_t dy_outer,
+                           int64_t dy_inner, float eps, cudaStream_t stream) {
+    if (refused(rows, width)) return cudaErrorInvalidValue;
+    return with_dtype(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        int const block = power_of_two(width);
+        Spread const spread = spread_of(block, 16 / sizeof(T), warps_of(block, clamp(2048 / block, 1, 2048)));
+        Rows<T> const from{(T const*)x, x_outer, x_inner}, above{(T const*)dy, dy_outer, dy_inner};
+        bool const flat = rows == inner || (x_outer == inner * x_inner && dy_outer == inner * dy_inner);
+        int const across = spread.lanes * spread.warps, threads = across < 128 ? 128 : across;
+        auto const launch = [&](auto kernel, unsigned blocks) {
+            kernel<<<blocks, threads, 0, stream>>>(from, (T const*)weight, above, (T*)dx, unsigned(rows),
+                                                   flat ? 0 : unsigned(inner), int(width), eps, 1.0f / float(width),
+                                                   spread);
+        };
+        bool const whole = packed(from, width) && packed(above, width) && aligned(weight) && aligned(dx);
+        if (!whole || !with_rounds<T>(spread, [&](auto rounds, auto most) {
+                constexpr int times = rounds == 1 ? QK_TIMES : 1;
+                auto const kernel = norm_data_gradient<T, rounds, times, most>;
+                launch(kernel, staying(kernel, threads, ceil_div(rows, int64_t(threads / across) * times)));
+            })) {
+            launch(norm_data_gradient_any<T>, unsigned(ceil_div(rows, threads / across)));
+        }
+        return int(cudaGetLastError());
+    });
+}
+
+// sums fp32 [blocks, width], over blocks of 16 positions of x and dy [positions, heads, width]: those that the table
+// int32 [blocks, 16] names, -1 a zero row; without a table one position after the other.
+int rms_norm_block_sums(void const* x, void const* dy, int32_t const* table, float* sums, int64_t dtype, int64_t blocks,
+                        int64_t positions, int64_t heads, int64_t width, int64_t x_outer, int64_t x_inner,
+                        int64_t dy_outer, int64_t dy_inner, float eps, cudaStream_t stream) {
+    if (refused(positions * heads, width) || blocks > INT32_MAX / GROUP) return cudaErrorInvalidValue;
+    return with_dtype(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        constexpr int N = 16 / sizeof(T);
+        int const block = power_of_two(width);
+        // The program of the Triton kernel: about 4096 numbers, but no more rows than a block of positions has.
+        int const rows = clamp(4096 / block, 1, power_of_two(GROUP * heads)), warps = warps_of(block, rows);
+        int const unit = int(width & -width), vec = clamp(block * rows / (32 * warps), 1, unit < N ? unit : N);
+        Spread const spread = spread_of(block, vec, warps);
+        int const lane_rows = clamp(32 / spread.lanes, 1, rows);
+        int const warp_rows = clamp(rows / lane_rows, 1, warps / spread.warps);
+        Partials const partials{rows, rows / (lane_rows * warp_rows), lane_rows, warp_rows};
+        Listed<T> const list{{(T const*)x, x_outer, x_inner}, {(T const*)dy, dy_outer, dy_inner}, table, int(positions),
+                             int(heads)};
+        auto const launch = [&](auto kernel) {
+            size_t const shared = warp_rows > 1 ? sizeof(float) * warp_rows * block : 0;
+            kernel<<<unsigned(blocks), warps * 32, shared, stream>>>(list, sums, int(width), eps, 1.0f / float(width),
+                                                                     spread, partials);
+        };
+        bool const whole = vec == N && packed(list.x, width) && packed(list.dy, width);
+        if (!whole || !with_rounds<T>(spread, [&](auto rounds, auto most) {
+                constexpr bool full = rounds * N == 32;
+                if (partials.deep == 1 && full) {
+                    launch(norm_block_sums<T, rounds, most, full>);
+                } else {
+                    launch(norm_block_sums<T, rounds, most, false>);
+                }
+            })) {
+            launch(norm_block_sums_any<T>);
+        }
+        return int(cudaGetLastError());
+    });
+}
+
+// accumulator [width] += sums [blocks, width], row after row.
+int rms_norm_chain(float const* sums, float* accumulator, int64_t blocks, int64_t width, cudaStream_t stream) {
+    norm_chain<<<unsigned(ceil_div(width, 32)), 256, 0, stream>>>(sums, accumulator, blocks, int(width));
+    return cudaGetLastError();
+}
+
+}  // extern "C"

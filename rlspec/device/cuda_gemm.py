@@ -1,0 +1,488 @@
+"""Matrix products of implementation `cuda`: csrc/det_gemm.cu and csrc/linear_logprob.cu from torch.
+
+The same functions as `rlspec.kernels.det_gemm` and `rlspec.kernels.linear_logprob`, with the same bits: formulas,
+promises and the order of every sum are told there. `fold_logprob` is the `fold` of linear_logprob.
+
+Limits. bf16, fp16, fp32 on a Hopper GPU (linear_logprob: bf16 and fp16). Tensor memory access wants dense rows that
+start at multiples of 16 bytes; products of other shapes, and of fp32, go through a plain kernel, same bits, slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rlspec.device import native
+
+GROUP = 16  # rows of a block
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Tile(NamedTuple):
+    """An entry of the table in csrc/det_gemm.cu: its number there, rows × columns of the result a block.
+
+    `here`: stored from registers, so the result's rows may begin anywhere.
+    """
+
+    number: int
+    rows: int
+    columns: int
+    here: bool = False
+
+
+# `16` and `32`: of the 64 rows of the matrix unit only so many are loaded and stored. `pair`: clusters of two blocks.
+TILES = {
+    "64x32, 16": Tile(0, 16, 32, True),
+    "64x48, 16": Tile(1, 16, 48, True),
+    "64x192, 16": Tile(2, 16, 192, True),
+    "64x32, 32": Tile(3, 32, 32, True),
+    "64x48, 32": Tile(4, 32, 48, True),
+    "64x192, 32": Tile(5, 32, 192, True),
+    "16x64, swapped": Tile(6, 16, 64, True),
+    "64x32, pair": Tile(7, 64, 32, True),
+    "64x64": Tile(8, 64, 64),
+    "64x64, pair": Tile(9, 64, 64),
+    "64x96, pair": Tile(10, 64, 96, True),
+    "64x192, pair": Tile(11, 64, 192),
+    "64x128, pair": Tile(12, 64, 128),
+    "128x192": Tile(13, 128, 192),
+    "128x192, pair": Tile(14, 128, 192),
+    "128x128, pair": Tile(15, 128, 128),
+    "128x256": Tile(16, 128, 256),
+    "128x256, pair": Tile(17, 128, 256),
+    "256x192": Tile(18, 256, 192),
+    "256x192, pair": Tile(19, 256, 192),
+    "256x128": Tile(20, 256, 128),
+    "64x192": Tile(21, 64, 192),
+    "64x128": Tile(22, 64, 128),
+    "64x96": Tile(23, 64, 96, True),
+    "128x96": Tile(24, 128, 96, True),
+    "128x96, pair": Tile(25, 128, 96, True),
+    "128x96, across": Tile(26, 128, 96, True),
+    "128x48, across": Tile(27, 128, 48, True),
+    "64x96, across": Tile(28, 64, 96, True),
+    "128x64": Tile(29, 128, 64),
+    "128x128": Tile(30, 128, 128),
+}
+# Only bf16 has them all.
+FP16 = ("64x32, 16", "64x64", "128x256")
+ALONG = ("64x64", "64x128, pair", "128x128, pair", "128x256", "128x256, pair", "256x192", "256x128", "64x128", "128x128")
+ALONG_FP16 = ("64x64", "128x256")
+
+# By the largest number of rows that they serve, for the layers of `_family`.
+SERVES: dict[str, tuple[tuple[float, str], ...]] = {
+    "square": (
+        (16, "64x32, 16"),
+        (32, "64x32, 32"),
+        (64, "64x32, pair"),
+        (128, "64x64, pair"),
+        (256, "64x128, pair"),
+        (512, "128x128, pair"),
+        (float("inf"), "128x256, pair"),
+    ),
+    "wider": (
+        (16, "64x48, 16"),
+        (32, "64x48, 32"),
+        (64, "64x64"),
+        (128, "64x96, pair"),
+        (256, "64x192, pair"),
+        (512, "128x192, pair"),
+        (float("inf"), "256x192"),
+    ),
+    "wide": (
+        (16, "64x192, 16"),
+        (32, "64x192, 32"),
+        (128, "128x192"),
+        (256, "128x192, pair"),
+        (512, "128x256, pair"),
+        (float("inf"), "256x192"),
+    ),
+    "vocabulary": (
+        (16, "64x192, 16"),
+        (32, "64x192, 32"),
+        (128, "128x192"),
+        (256, "128x256, pair"),
+        (float("inf"), "256x192"),
+    ),
+    "data gradient": (
+        (64, "64x64"),
+        (256, "64x128, pair"),
+        (512, "128x128, pair"),
+        (float("inf"), "128x256"),
+    ),
+    "fp16": ((16, "64x32, 16"), (64, "64x64"), (float("inf"), "128x256")),
+    "data gradient, fp16": ((64, "64x64"), (float("inf"), "128x256")),
+}
+
+
+def _family(columns: int, width: int, dtype: torch.dtype) -> str:
+    """Of the weight [columns, width]: the measured layer that it resembles."""
+    if dtype == torch.float16:
+        return "fp16"
+    if columns >= 65536:
+        return "vocabulary"
+    if columns >= 16384:
+        return "wide"
+    return "wider" if columns > 5120 else "square"
+
+
+def _tile(family: str, rows: int) -> Tile:
+    return TILES[next(name for most, name in SERVES[family] if rows <= most)]
+
+
+# ---- launches ----
+
+
+def _product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, along: bool = False) -> None:
+    """out [M, N] = x [M, K] · weight [N, K]ᵀ; `along`: weight is [K, N]."""
+    (rows, width), columns = x.shape, out.shape[1]
+    strides = (x.stride(0), weight.stride(0))
+    arguments = (x, weight, out, x.dtype, out.dtype, rows, columns, width, *strides, along, tile.number)
+    native.load("det_gemm").call("det_gemm_product", *arguments)
+
+
+def _plain_product(a: Tensor, b: Tensor, out: Tensor, resume: bool = False) -> None:
+    """out [M, N] = a [M, K] · b [N, K]ᵀ, on top of what out holds if `resume`; any strides of a and b."""
+    sizes = (*out.shape, a.shape[1], *a.stride(), *b.stride())
+    native.load("det_gemm").call("det_gemm_plain", a, b, out, a.dtype, out.dtype, *sizes, resume)
+
+
+def _resumed_product(
+    a: Tensor, b: Tensor, out: Tensor, across: bool, resume: bool, blocks: Tensor | None = None
+) -> None:
+    """out [M, N] (+)= a · b [K, N]; a is [K, M] if `across`, else [M, K]. `blocks`: the rows of a and b, else all."""
+    reduced = b.shape[0] if blocks is None else blocks.numel()
+    sizes = (*out.shape, reduced, b.shape[0], a.stride(0), b.stride(0), across, resume)
+    native.load("det_gemm").call("det_gemm_resumed", a, b, out, blocks, a.dtype, out.dtype, *sizes)
+
+
+def _suits(tensor: Tensor) -> bool:
+    """Tensor memory access can read it: unit stride inside a row, rows that start at multiples of 16 bytes."""
+    stride, size = tensor.stride(0), tensor.element_size()
+    apart = stride >= tensor.shape[1] and stride * size % 16 == 0
+    return apart and tensor.stride(1) == 1 and tensor.data_ptr() % 16 == 0
+
+
+def _through_tma(*tensors: Tensor) -> bool:
+    return tensors[0].dtype != torch.float32 and all(map(_suits, tensors))
+
+
+def _forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+    (rows, width), columns = x.shape, weight.shape[0]
+    out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
+    tile = _tile(_family(columns, width, x.dtype), rows)
+    if _through_tma(x, weight) and (tile.here or _suits(out)):
+        _product(x, weight, out, tile)
+    else:
+        _plain_product(x, weight, out)
+    return out
+
+
+def _data_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    dx = torch.empty((dy.shape[0], weight.shape[1]), dtype=weight.dtype, device=dy.device)
+    if _through_tma(dy, weight, dx):
+        family = "data gradient, fp16" if dy.dtype == torch.float16 else "data gradient"
+        _product(dy, weight, dx, _tile(family, dy.shape[0]), along=True)
+    else:
+        _plain_product(dy, weight.t(), dx)
+    return dx
+
+
+def _weight_gradient(dy: Tensor, x: Tensor, out: Tensor, resume: bool) -> None:
+    if _foldable(dy, x):
+        _resumed_product(dy, x, out, across=True, resume=resume)
+    else:
+        _plain_product(dy.t(), x.t(), out, resume)
+
+
+def _foldable(dy: Tensor, x: Tensor) -> bool:
+    return _through_tma(dy, x) and x.shape[1] % 4 == 0
+
+
+# ---- det_gemm ----
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _forward(_rows(x), weight, out_dtype).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        dy = _rows(dy.to(weight.dtype))
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            dx = _data_gradient(dy, weight).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+            _weight_gradient(dy, _rows(x), dweight, resume=False)
+        return dx, dweight, None
+
+
+def det_gemm(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """y = x · weightᵀ. x [..., K], weight [N, K] -> [..., N] in `out_dtype`, by default that of x.
+
+    Differentiable, as `rlspec.kernels.det_gemm.det_gemm` tells. Raises ValueError for other shapes, empty tensors,
+    dtypes that differ or are not bf16, fp16, fp32, and tensors that are not on a CUDA device.
+    """
+    _check_operands(x, weight, "x", "weight")
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"x {list(x.shape)} and weight {list(weight.shape)}: det_gemm takes [..., K] and [N, K]")
+    out_dtype = out_dtype or x.dtype
+    if out_dtype not in DTYPES:
+        raise ValueError(f"out_dtype {out_dtype}: det_gemm gives bf16, fp16 or fp32")
+    _check_device(x)
+    return _Linear.apply(x, weight, out_dtype)
+
+
+def lm_head(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+    """Logits: x [..., H], weight [V, H] -> [..., V] in `out_dtype`; fp32 is the unrounded chain. See `det_gemm`."""
+    return det_gemm(x, weight, out_dtype)
+
+
+def fold(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor | None = None) -> None:
+    """accumulator += dyᵀ · x over the rows that `blocks` names, resumed in place: the gradient of a linear's weight.
+
+    accumulator fp32 [N, K] contiguous, x [R, K], dy [R, N] of one dtype, blocks int32 [B, 16]: rows of x and dy, block
+    after block; -1 is a zero row in both, whatever x and dy hold elsewhere. Each element continues one fp32 chain, a
+    block a step, so any cut of the sequence of blocks over calls gives the same bits.
+
+    Without `blocks` all rows are added where they lie, in their order, the last block filled up with zero rows.
+    `blocks` may be a CPU tensor: it is checked, and rows that follow one another, with -1 only at the very end, need no
+    table. On the device the host does not look at the table: rows are read where it says, without a copy, and one that
+    does not exist makes the accumulator NaN. A graph can capture all of these but a CPU table of scattered rows.
+    Raises ValueError for other shapes, dtypes, devices, an empty table, and rows out of range in a CPU table.
+    """
+    _check_operands(x, dy, "x", "dy")
+    shapes = f"accumulator {list(accumulator.shape)}, x {list(x.shape)}, dy {list(dy.shape)}"
+    if x.dim() != 2 or dy.dim() != 2 or x.shape[0] != dy.shape[0]:
+        raise ValueError(f"{shapes}: fold takes [N, K], [R, K], [R, N]")
+    if tuple(accumulator.shape) != (dy.shape[1], x.shape[1]):
+        raise ValueError(f"{shapes}: fold takes [N, K], [R, K], [R, N]")
+    if accumulator.dtype != torch.float32 or not accumulator.is_contiguous() or accumulator.device != x.device:
+        raise ValueError("accumulator: fold adds into a contiguous fp32 tensor on the device of x")
+    if blocks is not None:
+        _check_blocks(blocks, x)
+    _check_device(x)
+    dy, x = _rows(dy), _rows(x)
+    rows = slice(None) if blocks is None else _straight(blocks)
+    if rows is not None:
+        dy, x = dy[rows], x[rows]
+        if x.shape[0]:
+            _weight_gradient(dy, x, accumulator, resume=True)
+        return
+    on_host = blocks.device.type == "cpu"
+    blocks = blocks.pin_memory().to(x.device, non_blocking=True) if on_host else blocks.contiguous()
+    if _foldable(dy, x):
+        _resumed_product(dy, x, accumulator, across=True, resume=True, blocks=blocks)
+    else:
+        _plain_product(_gathered(dy, blocks).t(), _gathered(x, blocks).t(), accumulator, resume=True)
+
+
+def _straight(blocks: Tensor) -> slice | None:
+    """The rows of a table on the CPU if they follow one another, with -1 only at the very end."""
+    if blocks.device.type != "cpu":
+        return None
+    table = blocks.flatten()
+    count = int((table >= 0).sum())
+    first = int(table[0]) if count else 0
+    follows = torch.equal(table[:count], torch.arange(first, first + count, dtype=table.dtype))
+    return slice(first, first + count) if follows else None
+
+
+def _gathered(source: Tensor, blocks: Tensor) -> Tensor:
+    """The rows of the table one after another: zeros for -1, NaN for a row that does not exist."""
+    table = blocks.flatten().to(torch.int64)
+    found = source.index_select(0, table.clamp(0, source.shape[0] - 1))
+    missing = (table < -1) | (table >= source.shape[0])
+    return torch.where((table == -1)[:, None], 0, torch.where(missing[:, None], float("nan"), found))
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., K] -> [rows, K] with unit stride inside a row; copied only if x does not lie like that."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _check_operands(one: Tensor, other: Tensor, name: str, other_name: str) -> None:
+    names = f"{name} and {other_name}"
+    if one.dtype != other.dtype or one.dtype not in DTYPES:
+        raise ValueError(f"{names} are {one.dtype} and {other.dtype}: they must both be bf16, fp16 or fp32")
+    if one.device != other.device:
+        raise ValueError(f"{names} are on {one.device} and {other.device}")
+    if not one.numel() or not other.numel():
+        raise ValueError(f"{names} are {list(one.shape)} and {list(other.shape)}: an empty tensor")
+    if max(one.numel() // one.shape[-1:].numel(), *one.shape[-1:], *other.shape) >= 2**31:
+        raise ValueError(f"{names} are {list(one.shape)} and {list(other.shape)}: sizes must stay below 2^31")
+
+
+def _check_device(x: Tensor) -> None:
+    # The last of the checks, so that the others need no GPU.
+    if not x.is_cuda:
+        raise ValueError(f"tensors are on {x.device}: the kernels of `cuda` run on CUDA")
+
+
+def _check_blocks(blocks: Tensor, x: Tensor) -> None:
+    if blocks.dtype != torch.int32 or blocks.dim() != 2 or blocks.shape[1] != GROUP or not blocks.shape[0]:
+        raise ValueError(f"blocks {blocks.dtype} {list(blocks.shape)}: rows come as int32 [B, {GROUP}]")
+    if blocks.device.type == "cpu":
+        low, high = int(blocks.min()), int(blocks.max())
+        if low < -1 or high >= x.shape[0]:
+            raise ValueError(f"blocks name rows {low} to {high} of {x.shape[0]}; -1 is a zero row")
+    elif blocks.device != x.device:
+        raise ValueError(f"blocks are on {blocks.device}, x on {x.device}")
+
+
+# ---- linear_logprob ----
+
+# Columns of the vocabulary of which a kernel leaves one maximum and one sum of exponentials a row.
+PART = 256
+
+
+def _sums_of_rows(x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and log-sum-exp, fp32 [rows] each."""
+    (rows, width), columns = x.shape, weight.shape[0]
+    tiles = -(-columns // PART)
+    picked = torch.full((rows,), float("nan"), device=x.device)
+    peaks, sums = torch.empty((2, rows, tiles), device=x.device)
+    out, lse = torch.empty((2, rows), device=x.device)
+    library = native.load("linear_logprob")
+    sizes = (rows, columns, width, x.stride(0), weight.stride(0))
+    library.call("linear_logprob_partial", x, weight, targets, picked, peaks, sums, x.dtype, *sizes)
+    library.call("linear_logprob_join", targets, picked, peaks, sums, out, lse, rows, tiles, ignored)
+    return out, lse
+
+
+def _chunk(rows: int) -> int:
+    """Columns of the vocabulary a time: the gradient of their logits takes about 128 MiB, never under 4096 columns."""
+    return min(16384, max(4096, 2**26 // (1 << (rows - 1).bit_length())))
+
+
+def _dlogits_by_columns(
+    x: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, gradient: Tensor, ignored: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Some columns of the vocabulary and the gradient of their logits, one part after the other in one buffer."""
+    (rows, width), vocabulary = x.shape, weight.shape[0]
+    chunk = min(_chunk(rows), -(-vocabulary // GROUP) * GROUP)
+    buffer = torch.empty((rows, chunk), dtype=x.dtype, device=x.device)
+    strides = (x.stride(0), weight.stride(0), chunk)
+    for first in range(0, vocabulary, chunk):
+        last = min(first + chunk, vocabulary)
+        sizes = (rows, last - first, first, width, vocabulary, *strides, ignored)
+        tensors = (x, weight, targets, lse, gradient, buffer)
+        native.load("linear_logprob").call("linear_logprob_dlogits", *tensors, x.dtype, *sizes)
+        yield slice(first, last), buffer[:, : last - first]
+
+
+def _head_gradients(
+    x: Tensor, weight: Tensor, targets: Tensor, lse: Tensor, gradient: Tensor, ignored: int, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx [M, H] and dweight [V, H] in the dtype of x, each if wanted."""
+    dx = torch.empty(x.shape, device=x.device) if wanted[0] else None
+    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if wanted[1] else None
+    # Zero rows, so that what ignored rows hold cannot reach the weight as 0 · NaN.
+    kept = _dense(torch.where((targets == ignored)[:, None], 0, x)) if wanted[1] else x
+    for columns, dlogits in _dlogits_by_columns(x, weight, targets, lse, gradient, ignored):
+        if dx is not None:
+            _resumed(dlogits, weight[columns], dx, across=False, resume=columns.start > 0)
+        if dweight is not None:
+            _resumed(dlogits, kept, dweight[columns], across=True, resume=False)
+    return None if dx is None else dx.to(x.dtype), dweight
+
+
+def _resumed(a: Tensor, b: Tensor, out: Tensor, across: bool, resume: bool) -> None:
+    """out [M, N] (+)= a · b [K, N]; a is [K, M] if `across`, else [M, K]."""
+    if out.shape[1] % 4 == 0:
+        _resumed_product(a, b, out, across, resume)
+    else:
+        _plain_product(a.t() if across else a, b.t(), out, resume)
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignored: int) -> Tensor:
+        out, lse = _sums_of_rows(_dense(x), weight, targets, ignored)
+        ctx.save_for_backward(x, weight, targets, lse)
+        ctx.ignored = ignored
+        return out.view(x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, targets, lse = ctx.saved_tensors
+        gradient = gradient.reshape(-1).contiguous()
+        wanted = ctx.needs_input_grad[:2]
+        dx, dweight = _head_gradients(_dense(x), weight, targets, lse, gradient, ctx.ignored, wanted)
+        return None if dx is None else dx.view(x.shape), dweight, None, None
+
+
+def linear_logprob(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """log softmax(x · weightᵀ)[target]. x [..., H], weight [V, H], targets [...] int64 -> fp32 [...].
+
+    Differentiable, as `rlspec.kernels.linear_logprob.linear_logprob` tells. Raises ValueError for other shapes, empty
+    tensors, dtypes that differ or are not bf16 or fp16, rows of the weight that do not start at multiples of 16 bytes,
+    and tensors that are not on a CUDA device. A target outside [0, V) gives NaN: the host cannot look at it.
+    """
+    _check_head(x, weight, targets)
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
+        shapes = f"x {list(x.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}"
+        raise ValueError(f"{shapes}: linear_logprob takes [..., H], [V, H] and [...]")
+    _check_device(x)
+    return _LinearLogprob.apply(x, weight, targets.reshape(-1).contiguous(), ignore_index)
+
+
+def fold_logprob(accumulator: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dy: Tensor, blocks: Tensor) -> None:
+    """accumulator fp32 [V, H] += dweight of the rows that `blocks` int32 [B, 16] names, in its order; -1 is no row.
+
+    x [R, H], weight [V, H], targets int64 [R], dy fp32 [R]: the gradient of the log-prob of each row. One fp32 chain an
+    element of the accumulator, resumed from memory: any cut of the blocks into calls gives the same bits. Logits and
+    log-sum-exp are made again. Raises ValueError as `linear_logprob`, and for an accumulator or blocks that do not fit.
+    """
+    _check_head(x, weight, targets)
+    if accumulator.shape != weight.shape or accumulator.dtype != torch.float32 or not accumulator.is_contiguous():
+        raise ValueError(f"the accumulator must be fp32 {list(weight.shape)}, dense; it is {list(accumulator.shape)}")
+    if not accumulator.device == dy.device == x.device:
+        raise ValueError(f"accumulator, dy and x are on {accumulator.device}, {dy.device}, {x.device}")
+    if x.dim() != 2 or x.shape[1] != weight.shape[1] or not targets.shape == dy.shape == x.shape[:1]:
+        shapes = f"x {list(x.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}, dy {list(dy.shape)}"
+        raise ValueError(f"{shapes}: fold_logprob takes [R, H], [V, H], [R] and [R]")
+    _check_blocks(blocks, x)
+    _check_device(x)
+    rows = blocks.flatten().to(x.device, torch.int64, non_blocking=True)
+    kept, place = rows >= 0, rows.clamp(min=0)
+    ignored = torch.iinfo(torch.int64).min
+    gathered = _dense(torch.where(kept[:, None], x.index_select(0, place), 0))
+    chosen = torch.where(kept, targets.index_select(0, place), ignored)
+    upstream = torch.where(kept, dy.index_select(0, place).float(), 0)
+    _, lse = _sums_of_rows(gathered, weight, chosen, ignored)
+    for columns, dlogits in _dlogits_by_columns(gathered, weight, chosen, lse, upstream, ignored):
+        _resumed(dlogits, gathered, accumulator[columns], across=True, resume=True)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """[..., H] -> [rows, H], copied only if tensor memory access cannot read x where it lies."""
+    rows = x.reshape(-1, x.shape[-1])
+    if _suits(rows):
+        return rows
+    apart = 16 // x.element_size()
+    copy = torch.empty((rows.shape[0], -(-rows.shape[1] // apart) * apart), dtype=x.dtype, device=x.device)
+    return copy[:, : rows.shape[1]].copy_(rows)
+
+
+def _check_head(x: Tensor, weight: Tensor, targets: Tensor) -> None:
+    if x.dtype == torch.float32:
+        raise ValueError("x is fp32: linear_logprob of `cuda` takes bf16 and fp16; the one of `triton` takes fp32 too")
+    _check_operands(x, weight, "x", "weight")
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets are {targets.dtype}: they must be int64")
+    if targets.device != x.device:
+        raise ValueError(f"x and targets are on {x.device} and {targets.device}")
+    if weight.dim() != 2 or not _suits(weight):
+        raise ValueError(f"weight {list(weight.shape)}: its rows must be dense and start at multiples of 16 bytes")

@@ -1,0 +1,118 @@
+"""Implementation `cuda`: the kernels of `csrc/`, hand-written for Hopper, with the bits of `triton`.
+
+What each promises is told in its source, in `cuda_rows`, `cuda_gemm` and `cuda_attention`, and by the file of the same
+name in `rlspec.kernels`. Kernels are built with nvcc on first use (`rlspec.nvcc`) and launched through
+`rlspec.device.native`. `torch.compile` and `torch.export` take each operator as one of `torch.ops.rlspec_cuda`, whose
+stand-ins for graphs are here. Signatures: `rlspec.device.operators`; what they have in common with `triton`:
+`rlspec.device.kernel_operators`. There are none for the operators of experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlspec.device import cuda_attention, cuda_gemm, cuda_rows
+from rlspec.device.kernel_operators import Kernels, table
+from rlspec.device.traced import traced
+
+_ATTENTION = "float scale, SymInt? max_query=None, SymInt? max_key=None, Tensor? sinks=None, SymInt? window=None"
+_LOGPROB = "(Tensor logits, Tensor targets, int ignore_index=-100, bool validate=False) -> Tensor"
+
+
+def _like(x: Tensor, *rest: Any, **options: Any) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype or x.dtype)
+
+
+def _looked_up(tokens: Tensor, weight: Tensor, validate: bool = False) -> Tensor:
+    return weight.new_empty((*tokens.shape, weight.shape[1]))
+
+
+def _one_a_row(logits: Tensor, targets: Tensor, *rest: Any, **options: Any) -> Tensor:
+    return logits.new_empty(targets.shape, dtype=torch.float32)
+
+
+def _head(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    return x.new_empty(targets.shape, dtype=torch.float32)
+
+
+def _attended(query: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return _like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _three(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(query), _like(key), _like(value)
+
+
+KERNELS = Kernels(
+    backend="cuda",
+    embedding=traced(
+        "embedding", cuda_rows.embedding, "(Tensor tokens, Tensor weight, bool validate=False) -> Tensor",
+        _looked_up, ("weight",),
+    ),
+    embedding_fold=cuda_rows.embedding_fold,
+    rms_norm=traced(
+        "rms_norm", cuda_rows.rms_norm,
+        "(Tensor x, Tensor weight, float eps, bool round_before_weight=False) -> Tensor", _like, ("x", "weight"),
+    ),
+    norm_fold=cuda_rows.norm_fold,
+    rope=traced("rope", cuda_rows.rope, "(Tensor x, Tensor cos, Tensor sin) -> Tensor", _like, ("x",)),
+    attention=traced(
+        "attention", cuda_attention.attention,
+        f"(Tensor query, Tensor key, Tensor value, Tensor segments, {_ATTENTION}) -> Tensor",
+        _like, ("query", "key", "value"),
+    ),
+    attention_forward=traced(
+        "attention_forward", cuda_attention.forward,
+        f"(Tensor query, Tensor key, Tensor value, Tensor segments, {_ATTENTION}) -> (Tensor, Tensor)", _attended,
+    ),
+    attention_backward=traced(
+        "attention_backward", cuda_attention.backward,
+        "(Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor grad_out, Tensor segments, "
+        "float scale, SymInt? max_query=None, SymInt? max_key=None, SymInt? window=None) -> (Tensor, Tensor, Tensor)",
+        _three,
+    ),
+    det_gemm=traced(
+        "det_gemm", cuda_gemm.det_gemm, "(Tensor x, Tensor weight, ScalarType? out_dtype=None) -> Tensor",
+        _linear, ("x", "weight"),
+    ),
+    lm_head=traced(
+        "lm_head", cuda_gemm.lm_head, "(Tensor x, Tensor weight, ScalarType out_dtype) -> Tensor",
+        _linear, ("x", "weight"),
+    ),
+    matrix_fold=cuda_gemm.fold,
+    silu=traced("silu", cuda_rows.silu, "(Tensor x) -> Tensor", _like, ("x",)),
+    swiglu=traced("swiglu", cuda_rows.swiglu, "(Tensor gate, Tensor up) -> Tensor", _like, ("gate", "up")),
+    residual_add=traced(
+        "residual_add", cuda_rows.residual_add, "(Tensor residual, Tensor x) -> Tensor", _like, ("residual", "x")
+    ),
+    logprob=traced("logprob", cuda_rows.logprob, _LOGPROB, _one_a_row, ("logits",)),
+    batch_invariant_logprob=traced(
+        "batch_invariant_logprob", cuda_rows.batch_invariant_logprob, _LOGPROB, _one_a_row, ("logits",)
+    ),
+    linear_logprob=traced(
+        "linear_logprob", cuda_gemm.linear_logprob,
+        "(Tensor x, Tensor weight, Tensor targets, int ignore_index=-100) -> Tensor", _head, ("x", "weight"),
+    ),
+    head_fold=cuda_gemm.fold_logprob,
+)  # fmt: skip
+OPERATORS = table(KERNELS)
+
+embedding = OPERATORS["embedding"]
+rms_norm = OPERATORS["rms_norm"]
+rope = OPERATORS["rope"]
+attention = OPERATORS["attention"]
+det_gemm = OPERATORS["det_gemm"]
+silu = OPERATORS["silu"]
+swiglu = OPERATORS["swiglu"]
+residual_add = OPERATORS["residual_add"]
+lm_head = OPERATORS["lm_head"]
+logprob = OPERATORS["logprob"]
+batch_invariant_logprob = OPERATORS["batch_invariant_logprob"]
+linear_logprob = OPERATORS["linear_logprob"]

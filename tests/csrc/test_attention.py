@@ -1,0 +1,109 @@
+"""CUDA attention: what the compiler made of it, what it refuses, and on a GPU its bits beside those of Triton."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from rlspec import nvcc
+from rlspec.device import cuda_attention as cuda
+from rlspec.kernels import attention as in_triton
+
+KERNELS = ("forward", "fold", "pads", "delta", "dkv", "dq")
+MATRIX = ("forward", "dkv", "dq")
+needs_nvcc = pytest.mark.skipif(nvcc.find() is None, reason="needs nvcc")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@needs_nvcc
+def test_the_compiler_spills_nothing_and_keeps_products_in_flight() -> None:
+    built = nvcc.build("attention")
+    assert "C75" not in built.ptxas, "ptxas serializes products"
+    found = {re.search(r"attention_(\w+?)_kernel", name)[1]: usage for name, usage in nvcc.usage(built.ptxas).items()}
+    assert set(found) == set(KERNELS)
+    assert not [name for name, usage in nvcc.usage(built.ptxas).items() if usage.spilled or usage.stack]
+
+
+@needs_nvcc
+def test_products_run_on_the_warpgroup_matrix_unit() -> None:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [str(tool), "-sass", str(nvcc.build("attention").path)]
+    parts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("Function : ")[1:]
+    for name in MATRIX:
+        mine = [part for part in parts if f"attention_{name}_kernel" in part.split("\n", 1)[0]]
+        assert mine and all("HGMMA.64x64x16.F32" in part and "UTMALDG.4D" in part for part in mine), name
+
+
+def test_the_contract_is_that_of_triton() -> None:
+    assert (cuda.KEYS, cuda.SCHEDULE) == (in_triton.KEYS, in_triton.SCHEDULE)
+    for name in ("forward", "paged", "backward", "attention"):
+        ours, theirs = (getattr(module, name).__annotations__ for module in (cuda, in_triton))
+        assert ours == theirs, name
+
+
+def sample(length: int = 8, width: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    return [torch.zeros(1, length, heads, width, dtype=dtype) for heads in (4, 2, 2)]
+
+
+ENTRY = torch.tensor([[0, 0, 8, 0, 8]], dtype=torch.int32)
+REFUSED: dict[str, tuple[Callable[[list[Tensor]], Any], str]] = {
+    "device": (lambda x: cuda.forward(*x, ENTRY, scale=1.0), "runs on cuda"),
+    "width": (lambda x: cuda.forward(*(y[..., :32] for y in x), ENTRY, scale=1.0), "see triton"),
+    "dtype": (lambda x: cuda.forward(*(y.float() for y in x), ENTRY, scale=1.0), "see triton for fp32"),
+    "heads": (lambda x: cuda.forward(x[0][:, :, :3], *x[1:], ENTRY, scale=1.0), "do not pair"),
+    "empty": (lambda x: cuda.forward(x[0][:, :0], *x[1:], ENTRY, scale=1.0), "none of them empty"),
+    "rows": (lambda x: cuda.forward(x[0].expand(2, -1, -1, -1), *x[1:], ENTRY, scale=1.0), "query has 2 rows"),
+    "table": (lambda x: cuda.forward(*x, ENTRY.long(), scale=1.0), "segments must be int32"),
+    "no segment": (lambda x: cuda.forward(*x, ENTRY[:0], scale=1.0), "segments must be int32"),
+    "scale": (lambda x: cuda.forward(*x, ENTRY, scale=-1.0), "scale must be positive"),
+    "window": (lambda x: cuda.forward(*x, ENTRY, scale=1.0, window=0), "window must be at least 1"),
+    "max_query": (lambda x: cuda.forward(*x, ENTRY, scale=1.0, max_query=9), "max_query must lie in 1..8"),
+    "sinks": (lambda x: cuda.forward(*x, ENTRY, scale=1.0, sinks=torch.zeros(3)), "sinks must be fp32"),
+    "sinks' gradient": (
+        lambda x: cuda.attention(*x, ENTRY, scale=1.0, sinks=torch.zeros(4, requires_grad=True)),
+        "sinks have no gradient",
+    ),
+    "page": (
+        lambda x: cuda.paged(x[0], *(y[:, :7] for y in x[1:]), torch.zeros(1, 1, dtype=torch.int32), ENTRY, scale=1.0),
+        "pages of 7",
+    ),
+    "pages": (lambda x: cuda.paged(*x, torch.zeros(2, 1, dtype=torch.int32), ENTRY, scale=1.0), "block_table must be"),
+    "grad_out": (
+        lambda x: cuda.backward(*x, x[0], torch.zeros(1, 8, 4), x[0][:, :4], ENTRY, scale=1.0),
+        "grad_out must be as query",
+    ),
+    "lse": (lambda x: cuda.backward(*x, x[0], torch.zeros(1, 8, 3), x[0], ENTRY, scale=1.0), "lse must be fp32"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call(sample())
+
+
+def test_steps_that_the_copy_engine_does_not_take_are_copied() -> None:
+    x = torch.zeros(1, 8, 2, 64)
+    assert cuda._aligned(x) is x
+    assert cuda._strides(x) == [64, 128, 64]
+    assert cuda._aligned(x.transpose(1, 2)).data_ptr() == x.data_ptr()
+    for odd in (x[:, :1].expand(1, 8, 2, 64), torch.zeros(1, 8, 2, 65)[..., 1:], torch.zeros(1, 8, 2, 65)[..., :64]):
+        assert cuda._aligned(odd).is_contiguous()
+
+
+@pytest.mark.gpu
+@gpu
+def test_on_a_gpu() -> None:
+    from tests.bench.kernels_cuda_attention import checks
+
+    failed = [(name, detail) for name, ok, detail in checks(torch.device("cuda")) if not ok]
+    assert not failed

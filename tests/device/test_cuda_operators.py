@@ -1,0 +1,120 @@
+"""Implementation `cuda` without a GPU: what each operator promises, and how a graph meets it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from rlspec import nodes
+from rlspec.device import cuda_operators, triton_operators
+from rlspec.device.operators import CATALOGUE, Segment, Segments, resolve
+from rlspec.device.traced import traced
+
+DENSE = tuple(name for name in CATALOGUE if not nodes.NODES[name].experts)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_it_promises_what_triton_does(name: str) -> None:
+    cuda, triton = resolve(name, "cuda"), resolve(name, "triton")
+    assert cuda.backend == "cuda" and triton.backend == "triton"
+    promised = {key for key in vars(triton) if not key.startswith("__")}
+    assert promised == {key for key in vars(cuda) if not key.startswith("__")}
+
+
+def test_there_is_none_for_experts() -> None:
+    for name in set(CATALOGUE) - set(DENSE):
+        with pytest.raises(ValueError, match=f"{name!r} has no implementation 'cuda'; it has: .*triton"):
+            resolve(name, "cuda")
+
+
+def test_both_families_have_the_same_operators() -> None:
+    assert set(cuda_operators.OPERATORS) == set(triton_operators.OPERATORS) == set(DENSE) - {"qk_norm"}
+    for name, operator in cuda_operators.OPERATORS.items():
+        assert getattr(cuda_operators, name) is operator
+
+
+class Layers(torch.nn.Module):
+    """Every operator but attention, on ids [2, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(50, 64))
+        self.norm = torch.nn.Parameter(torch.randn(64))
+        self.up = torch.nn.Parameter(torch.randn(128, 64))
+
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ours = cuda_operators
+        x = ours.embedding(tokens, self.table)
+        gate, up = ours.det_gemm(ours.rms_norm(x, self.norm, eps=1e-6), self.up).chunk(2, -1)
+        x = ours.residual_add(x, ours.silu(ours.swiglu(gate, up)))
+        x = ours.rope(x.unflatten(-1, (4, 16)), cos, sin).flatten(-2)
+        logits = ours.lm_head(x, self.table, out_dtype=torch.float32)
+        both = ours.logprob(logits, tokens) + ours.batch_invariant_logprob(logits, tokens)
+        return both + ours.linear_logprob(x, self.table, tokens)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_takes_each_operator_as_one(strict: bool) -> None:
+    inputs = torch.randint(50, (2, 3)), torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    exported = torch.export.export(Layers(), inputs, strict=strict)
+    called = {str(node.target) for node in exported.graph.nodes}
+    wanted = {f"rlspec_cuda.{name}.default" for name in cuda_operators.OPERATORS if name != "attention"}
+    assert wanted <= called and not any("rlspec_cuda" in name for name in called - wanted)
+    (result,) = [node.args[0][0] for node in exported.graph.nodes if node.op == "output"]
+    assert result.meta["val"].shape == (2, 3) and result.meta["val"].dtype == torch.float32
+
+
+def test_compile_takes_attention_as_one() -> None:
+    segments = Segments((Segment(0, 0, 6, 0, 6),), 1, 6, 6, torch.device("cpu"))
+    met: list[str] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        met.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return lambda *args: (torch.zeros(1, 6, 4, 64),)  # there is nothing to run it on
+
+    heads = [torch.randn(1, 6, count, 64, dtype=torch.bfloat16) for count in (4, 2, 2)]
+    table = segments.table
+    call = torch.compile(
+        lambda q, k, v: cuda_operators.KERNELS.attention(q, k, v, table, scale=0.1, max_query=6, max_key=6),
+        backend=keep, fullgraph=True,
+    )  # fmt: skip
+    call(*heads)
+    assert met == ["rlspec_cuda.attention"]
+
+
+def test_stand_ins_know_shapes_and_dtypes() -> None:
+    with FakeTensorMode():
+        query, key = (torch.empty(2, 5, heads, 64, dtype=torch.bfloat16) for heads in (8, 4))
+        table = torch.empty(2, 5, dtype=torch.int32)
+        out, lse = torch.ops.rlspec_cuda.attention_forward(query, key, key, table, 0.1, 5, 5)
+        assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
+        assert (lse.shape, lse.dtype) == ((2, 5, 8), torch.float32)
+        grads = torch.ops.rlspec_cuda.attention_backward(query, key, key, out, lse, out, table, 0.1, 5, 5)
+        assert [one.shape for one in grads] == [query.shape, key.shape, key.shape]
+
+
+def scaled(x: Tensor, weight: Tensor, *, factor: float) -> Tensor:
+    return (x.reshape(-1, 4) * weight * factor).reshape(x.shape).clone()
+
+
+def test_a_compiled_graph_has_the_bits_and_gradients_of_the_function() -> None:
+    schema = "(Tensor x, Tensor weight, float factor) -> Tensor"
+    ours = traced("scaled", scaled, schema, lambda x, *rest: torch.empty_like(x), ("x", "weight"))
+    x, weight = torch.randn(2, 3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    met = []
+
+    def graph(module: Any, inputs: Any) -> Any:
+        met.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return module
+
+    compiled = torch.compile(lambda x, weight: torch.sin(ours(x, weight, factor=2.0)), backend=graph, fullgraph=True)
+    found, plain = compiled(x, weight), scaled(x, weight, factor=2.0).sin()
+    assert met[0] == "rlspec_cuda.scaled" and len(met) == 2 and torch.equal(found, plain)
+    pairs = (torch.autograd.grad(one.sum(), [x, weight]) for one in (found, plain))
+    assert all(torch.equal(one, other) for one, other in zip(*pairs, strict=True))
+    # Outside of a graph it is the function itself, down to its autograd.
+    assert ours(x, weight, factor=2.0).grad_fn.name() == scaled(x, weight, factor=2.0).grad_fn.name()
