@@ -23,6 +23,7 @@ DTYPES = {
 }
 CANNOT_FAIL = ("note", "error")
 OPERATORS = ("_accuracy", "_invariance")
+OF_CHAINS = ("train_inference_parity", "decode_prefill", "kv_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +145,9 @@ def limits_problem(row: Row) -> str | None:
     if row.judgment.endswith("_invariance"):
         bitwise = dict(limits) == {"differing_elements": 0.0}
         return None if bitwise else f"{row.id} needs the one limit differing_elements 0: bits are equal or they are not"
+    if row.judgment in OF_CHAINS and "max" not in limits:
+        bitwise = dict(limits) == {"differing_elements": 0.0}
+        return None if bitwise else f"{row.id} needs the one limit differing_elements 0, or a limit max"
     if row.judgment.split("_")[0] == "drift":
         lower, upper = limits.get("pass_below", 0.0), limits.get("fail_above", 0.0)
         return None if 0 < lower <= upper else f"{row.id} needs limits with 0 < pass_below ≤ fail_above"

@@ -80,14 +80,14 @@ def read(path: Path, arm: str) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
     waiting: list[dict[str, Any]] = []
     count, ended = 0, False
-    for number, line in _lines(path):
+    for number, line in lines(path):
         place, kind = f"{path}:{number}", line.pop("record", None)
         if (number == 1) != (kind == "run") or ended:
             raise RunError(f"{place}: a {kind!r} line is not due here")
         if kind == "run":
             environment = _environment(place, line, arm)
         elif kind == "comparison":
-            waiting.append(_formed(place, line, _COMPARISON, _OPTIONAL))
+            waiting.append(formed(place, line, _COMPARISON, _OPTIONAL))
             count += 1
         elif kind == "cell":
             cells.append({**_cell(place, line), "comparisons": _of_cell(place, line, waiting)})
@@ -111,24 +111,26 @@ def check(path: Path, measured: Mapping[str, Any]) -> None:
         if arm is None:
             continue
         place = f"{path}: arm {name}"
-        _formed(place, arm, {"environment": (dict,), "cells": (list,)})
-        _formed(place, arm["environment"], _ENVIRONMENT, None)
+        formed(place, arm, {"environment": (dict,), "cells": (list,)})
+        formed(place, arm["environment"], _ENVIRONMENT, None)
         for number, cell in enumerate(arm["cells"]):
             at = f"{place}, cell {number}"
             _cell(at, {key: value for key, value in cell.items() if key != "comparisons"})
             for line in _of_cell(at, cell, cell.get("comparisons", [])):
-                _formed(at, line, _COMPARISON, _OPTIONAL)
+                formed(at, line, _COMPARISON, _OPTIONAL)
         _single(place, arm)
 
 
 def seal(report: Mapping[str, Any]) -> str:
     """SHA-256 over all that a report's verdicts are derived from, as canonical JSON: any edit breaks it."""
-    basis = {name: report[name] for name in ("kind", "operators", "contract", "workload", "measured")}
+    own = "chain" if report["kind"] == "chain" else "operators"
+    basis = {name: report[name] for name in ("kind", own, "contract", "workload", "measured")}
     text = json.dumps({**basis, "spec": report["spec"]["data"]}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and content of each line of a records.jsonl. Raises RunError."""
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -155,14 +157,14 @@ def _environment(place: str, line: Mapping[str, Any], arm: str) -> dict[str, Any
     found = line.get("environment")
     if not isinstance(found, dict):
         raise RunError(f"{place}: environment missing")
-    return dict(_formed(place, found, _ENVIRONMENT, None))
+    return dict(formed(place, found, _ENVIRONMENT, None))
 
 
 def _cell(place: str, line: Mapping[str, Any]) -> Mapping[str, Any]:
-    _formed(place, line, _CELL)
-    _formed(place, line["seen"], _SEEN)
+    formed(place, line, _CELL)
+    formed(place, line["seen"], _SEEN)
     if line["error"] is not None:
-        _formed(place, line["error"], {"message": _TEXT, "tail": (list,)})
+        formed(place, line["error"], {"message": _TEXT, "tail": (list,)})
     return line
 
 
@@ -190,7 +192,7 @@ def _is(value: Any, types: Types) -> bool:
     return isinstance(value, types)
 
 
-def _formed(
+def formed(
     place: str,
     line: Mapping[str, Any],
     wanted: Mapping[str, Types],

@@ -48,6 +48,7 @@ class Tier:
     judgments: tuple[str, ...]
     projections: tuple[str, ...]
     logit_scales: tuple[float, ...]
+    routings: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...]
 
     @property
@@ -61,6 +62,33 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Decode:
+    """Samples that are decoded together from their first token on, in a grid that they fill from the left or right.
+
+    `positions`: what is decoded one by one and compared; what lies between goes in as one chunk. Empty: all.
+    """
+
+    name: str
+    samples: tuple[Sample, ...]
+    left: bool
+    width: int
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain:
+    """What a chain spec asks beyond the samples of its tier."""
+
+    tier: Tier
+    cells: tuple[str, ...]
+    micro_batches: tuple[tuple[str, ...], ...]
+    loss_weights: str
+    page_size: int
+    decode: tuple[Decode, ...]
+    edges: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What a file of `specs/workloads/` says."""
 
@@ -70,6 +98,7 @@ class Workload:
     operators: tuple[str, ...]
     tiers: tuple[Tier, ...]
     digest: str
+    chain: Chain | None = None
 
 
 def digest(data: Mapping[str, Any]) -> str:
@@ -92,6 +121,7 @@ def of(data: Mapping[str, Any]) -> Workload:
         operators=tuple(data["operators"]),
         tiers=tiers,
         digest=digest(data),
+        chain=_chain(data["chain"], tiers, samples) if "chain" in data else None,
     )
 
 
@@ -129,7 +159,39 @@ def _tier(data: Mapping[str, Any], whole: Mapping[str, Any], samples: Mapping[st
         judgments=tuple(data.get("judgments", ())),
         projections=tuple(data.get("projections", ())),
         logit_scales=tuple(float(scale) for scale in data.get("logit_scales", (1,))),
+        routings=tuple(data.get("routings", ("even",))),
         left_out=tuple(data.get("left_out", {}).items()),
+    )
+
+
+def _chain(data: Mapping[str, Any], tiers: Sequence[Tier], samples: Mapping[str, Sample]) -> Chain:
+    tier = next((one for one in tiers if one.name == data["tier"]), None)
+    if tier is None:
+        raise ValueError(f"chain: there is no tier {data['tier']!r}; known: {', '.join(one.name for one in tiers)}")
+    decode = tuple(_decode(one, samples) for one in data["decode"])
+    if len({one.name for one in decode}) != len(decode):
+        raise ValueError("chain: two decode cases have one name")
+    return Chain(
+        tier=tier,
+        cells=tuple(data.get("cells", ())),
+        micro_batches=tuple(tuple(batch) for batch in data.get("micro_batches", ())),
+        loss_weights=data.get("loss_weights", "uniform"),
+        page_size=data.get("page_size", 16),
+        decode=decode,
+        edges=tuple(data.get("edges", ())),
+    )
+
+
+def _decode(data: Mapping[str, Any], samples: Mapping[str, Sample]) -> Decode:
+    chosen = _chosen(data["samples"], samples, f"decode case {data['name']}")
+    longest = max(sample.length for sample in chosen)
+    width, positions = data.get("width", longest), tuple(data.get("positions", ()))
+    if width < longest:
+        raise ValueError(f"decode case {data['name']}: width {width} does not hold the longest sample, {longest}")
+    if list(positions) != sorted(set(positions)) or (positions and positions[0] >= longest):
+        raise ValueError(f"decode case {data['name']}: the positions do not ascend, or no sample has them")
+    return Decode(
+        name=data["name"], samples=chosen, left=data.get("pads") == "left", width=width, positions=positions
     )
 
 

@@ -25,8 +25,7 @@ from rlspec.device.execution import NoBackward
 from rlspec.device.gradients import Identity, WeightGradient
 from rlspec.device.operators import Operators, Routing, Segment, Segments
 
-# Operators whose second argument is a parameter: of rows as the call has them, and of rows on their way to experts,
-# whose weights nobody owns yet.
+# Operators whose second argument is a parameter: of rows as the call has them, and of a mixture of experts.
 ROWS = ("embedding", "rms_norm", "qk_norm", "det_gemm", "lm_head")
 ROUTED = ("router", "grouped_gemm")
 
@@ -77,8 +76,12 @@ class TrainingDecoder(Decoder):
         if operator not in ROWS + ROUTED:
             return _recomputed(call, arguments) if self.recompute else call(*arguments)
         promise = getattr(getattr(self.operators, operator), "weight_gradient", None)
-        if promise is None or operator in ROUTED:
+        if promise is None:
             return self._by_autograd(self._use(at, name), call, *arguments)
+        if operator == "router":
+            return self._routed(at, self._use(at, name), call(*arguments), arguments, options, promise)
+        if operator == "grouped_gemm":
+            return self._grouped(at, self._use(at, name), call(*arguments), arguments, promise)
         x, weight = arguments
         known = {"lengths": self.ledger.lengths} | {key: options[key] for key in ("eps",) if key in options}
         return self._owned(at, self._use(at, name), call(x, weight), x, partial(promise, weight, **known))
@@ -128,6 +131,32 @@ class TrainingDecoder(Decoder):
 
         out.register_hook(hand)
         return out
+
+    def _routed(
+        self, at: Site, use: Use, found: Routing, arguments: Sequence[Any], options: dict[str, Any], promise: Any
+    ) -> Routing:
+        x, weight = arguments
+        grid, choice = _grid(at), options.get("choice")
+        named = {key: value for key, value in options.items() if key != "choice"}
+        make = partial(promise, weight, lengths=self.ledger.lengths, **named)
+
+        def hand(dy: Tensor, dweights: Tensor) -> None:
+            more = {"dweights": dweights} | ({} if choice is None else {"choice": choice})
+            rows = {key: one.unflatten(0, grid) for key, one in more.items()}
+            self.ledger.hand(use, make, at.chunk.index, x.detach().unflatten(0, grid), dy.unflatten(0, grid), **rows)
+
+        return found._replace(**dict(zip(Routing._fields, _Handed.apply(hand, *found[:2]), strict=False)))
+
+    def _grouped(self, at: Site, use: Use, out: Tensor, arguments: Sequence[Any], promise: Any) -> Tensor:
+        x, weight, dispatch = arguments
+        make = partial(promise, weight, lengths=self.ledger.lengths)
+        slots = (*_grid(at), dispatch.top_k)
+
+        def hand(dy: Tensor) -> None:
+            placed = (rows.index_select(0, dispatch.inverse).unflatten(0, slots) for rows in (x.detach(), dy))
+            self.ledger.hand(use, make, at.chunk.index, *placed, experts=dispatch.experts.view(slots))
+
+        return _Handed.apply(hand, out)[0]  # type: ignore[no-any-return]
 
     def _by_autograd(self, use: Use, call: Callable[..., Any], x: Tensor, weight: Tensor, *others: Any) -> Any:
         def run(fetch: Callable[[], Tensor], x: Tensor, *others: Any) -> Any:
@@ -206,6 +235,25 @@ def _recomputed(compute: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     anchor = torch.empty(0, requires_grad=True)  # an embedding's ids ask for no gradient
     out = _Recomputed.apply(compute, anchor, *arguments)
     return out if isinstance(out, Tensor) else Routing(*out)
+
+
+class _Handed(Function):
+    """The tensors as they are; on the way back their gradients are handed over together, zeros where none arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, hand: Callable[..., None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.hand = hand
+        return tuple(one.view_as(one) for one in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.hand(*upstream)
+        return None, *upstream
+
+
+def _grid(at: Site) -> tuple[int, int]:
+    return at.chunk.segments.rows, at.chunk.stop - at.chunk.start
 
 
 def _columns(chunks: Sequence[Tensor]) -> Tensor:

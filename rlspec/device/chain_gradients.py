@@ -42,19 +42,24 @@ class Ledger:
         self.accumulated_by: dict[str, str] = {}
         self._owners: dict[Use, WeightGradient] = {}
         self._sums: dict[str, Tensor] = {}
-        self._waiting: dict[Use, dict[int, tuple[Tensor, Tensor]]] = {}
+        self._waiting: dict[Use, dict[int, dict[str, Tensor]]] = {}
         self._identity, self._chunks = Identity((), 0), 1
 
     def begin(self, chunks: Sequence[Identity]) -> None:
         """A call, with the identity of the rows of each of its chunks."""
         self._identity, self._chunks = joined(chunks), len(chunks)
 
-    def hand(self, use: Use, make: Callable[[], WeightGradient], chunk: int, x: Tensor, dy: Tensor) -> None:
-        """The rows of one chunk, x and dy [B, columns, ...]. `make` starts the gradient of a weight not yet met."""
+    def hand(
+        self, use: Use, make: Callable[[], WeightGradient], chunk: int, x: Tensor, dy: Tensor, **more: Tensor
+    ) -> None:
+        """The rows of one chunk, x, dy and what else `add` takes, each [B, columns, ...].
+
+        `make` starts the gradient of a weight not yet met.
+        """
         here = self._waiting.setdefault(use, {})
         if chunk in here:
             raise RunError(f"{use.name}: chunk {chunk} came twice in one call")
-        here[chunk] = x.flatten(0, 1), dy.flatten(0, 1)
+        here[chunk] = {name: rows.flatten(0, 1) for name, rows in {"x": x, "dy": dy, **more}.items()}
         if len(here) < self._chunks:
             return
         parts = [self._waiting[use][index] for index in range(self._chunks)]
@@ -62,7 +67,8 @@ class Ledger:
         if use not in self._owners:
             self._owners[use] = make()
         with _named(use):
-            self._owners[use].add(*(_cat(rows) for rows in zip(*parts, strict=True)), self._identity)
+            whole = {name: _cat([part[name] for part in parts]) for name in parts[0]}
+            self._owners[use].add(whole.pop("x"), whole.pop("dy"), self._identity, **whole)
         self.accumulated_by.setdefault(use.parameter, "operator")
 
     def take(self, use: Use, leaf: Tensor) -> None:

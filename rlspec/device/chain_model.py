@@ -11,7 +11,7 @@ micro-batches and in chunks of any size. Each use of a weight hands its rows to 
 attention goes back once a sample and layer over whole sequences, whatever chunks it came in. Calls must come in the
 order of the workload; any other is a RunError. What an operator does not promise is left to autograd.
 
-Limits. Router and experts own no weight gradients yet: of a mixture of experts those are autograd's, and recorded so.
+Limits. Load-balance losses are no part of it.
 Samples are whole in a call; chunks are columns of its grid, with layers outside and chunks inside (`Decoder.forward`).
 
 Memory. The graph of one call is alive at a time, with one fp32 accumulator a weight (two of a tied table). With

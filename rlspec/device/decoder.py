@@ -16,8 +16,9 @@ per sample. Inference in chunks, and decode, call forward again with a cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -101,6 +102,37 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What of a model one process holds: a run of its layers, and of each layer's experts a run.
+
+    The embedding belongs to the first layer, the last norm and the head to the last one.
+    """
+
+    layers: range
+    experts: range
+
+    @classmethod
+    def whole(cls, model: Architecture) -> Part:
+        return cls(range(model.num_hidden_layers), range(model.num_experts))
+
+    def rows(self, name: str, model: Architecture) -> slice | None:
+        """Which rows of a parameter are held, None for none of them."""
+        path = name.split(".")
+        if path[1] == "layers":
+            held = int(path[2]) in self.layers
+        else:
+            held = self.layers.start == 0 if path[1] == "embed_tokens" else self.layers.stop == model.num_hidden_layers
+        if not held:
+            return None
+        return slice(self.experts.start, self.experts.stop) if of_experts(name) else slice(None)
+
+
+def of_experts(name: str) -> bool:
+    """Whether a parameter is a stack of one matrix an expert."""
+    return ".mlp.experts." in name
+
+
+@dataclass(frozen=True)
 class Chunk:
     """Columns [start, stop) of the grid, with what all layers share on them.
 
@@ -131,7 +163,10 @@ class Site:
 
 
 class Decoder(nn.Module):
-    """Parameters are named as in transformers (see `Architecture.parameter_shapes`) and start uninitialised."""
+    """Parameters are named as in transformers (see `Architecture.parameter_shapes`) and start uninitialised.
+
+    `part`: what this process holds, by default all. Only `rlspec.device.parallel` can run less.
+    """
 
     def __init__(
         self,
@@ -142,6 +177,7 @@ class Decoder(nn.Module):
         master_dtype: torch.dtype = torch.float32,
         profile: str = "ws1",
         device: torch.device | str = "cpu",
+        part: Part | None = None,
     ) -> None:
         super().__init__()
         if profile not in PROFILES:
@@ -150,21 +186,34 @@ class Decoder(nn.Module):
         self.operators = operators
         self.dtype = dtype
         self.profile = PROFILES[profile]
-        for name, shape in architecture.parameter_shapes().items():
-            _place(self, name, nn.Parameter(torch.empty(shape, dtype=master_dtype, device=device)))
+        self.part = part or Part.whole(architecture)
+        for name, (count, *shape) in architecture.parameter_shapes().items():
+            rows = self.part.rows(name, architecture)
+            if rows is not None:
+                held = len(range(count)[rows])
+                _place(self, name, nn.Parameter(torch.empty(held, *shape, dtype=master_dtype, device=device)))
 
     def initialise(self, seed: int) -> None:
-        """Normal(0, initializer_range), o and down ÷ √(2·layers), norms 1; the same values on every device."""
+        """Normal(0, initializer_range), o and down ÷ √(2·layers), norms 1; the same values on every device.
+
+        The whole model is drawn wherever a part of it is held, so a weight does not depend on how it is laid out.
+        """
         generator = torch.Generator("cpu").manual_seed(seed)
         deviation = self.architecture.initializer_range
         into_stream = deviation / math.sqrt(2 * self.architecture.num_hidden_layers)
         with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if parameter.dim() == 1:
-                    parameter.fill_(1)
-                    continue
-                spread = into_stream if "o_proj" in name or "down_proj" in name else deviation
-                parameter.copy_(torch.empty(parameter.shape).normal_(0, spread, generator=generator))
+            for name, shape, parameter, rows in self.laid_out():
+                if len(shape) > 1:
+                    spread = into_stream if "o_proj" in name or "down_proj" in name else deviation
+                    drawn = torch.empty(shape).normal_(0, spread, generator=generator)
+                if parameter is not None:
+                    parameter.copy_(drawn[rows]) if len(shape) > 1 else parameter.fill_(1)
+
+    def laid_out(self) -> Iterator[tuple[str, tuple[int, ...], nn.Parameter | None, slice | None]]:
+        """Of each parameter of the whole model name and shape, and what is held of it with its rows, or None twice."""
+        for name, shape in self.architecture.parameter_shapes().items():
+            rows = self.part.rows(name, self.architecture)
+            yield name, shape, None if rows is None else self.get_parameter(name), rows
 
     def forward(
         self,
@@ -191,18 +240,8 @@ class Decoder(nn.Module):
         spans = [Span(row, 0, tokens.shape[1]) for row in range(tokens.shape[0])] if spans is None else list(spans)
         chunks = self._chunks(tokens, spans, positions, chunk_size, cache, force_balanced)
 
-        table = self.weight("model.embed_tokens.weight")
         outside = [Site(chunk, None, capture) for chunk in chunks]
-        streams = []
-        for at in outside:
-            x = self._run(at, "model.embed_tokens", "embedding", tokens[:, at.chunk.start : at.chunk.stop], table)
-            streams.append(x.to(self._kept(self.profile.residual)))
-        routed: list[list[Routing]] = []
-        for layer in range(self.architecture.num_hidden_layers):
-            sites = [Site(chunk, layer, capture) for chunk in chunks]
-            streams = self._attention(sites, streams, cache)
-            streams, routings = self._feed_forward(sites, streams)
-            routed.append(routings)
+        streams, routed = self._layers(chunks, self._embed(outside, tokens), cache, capture)
         head = torch.cat([self._head(at, x, targets) for at, x in zip(outside, streams, strict=True)], 1)
         router = self._statistics(chunks, spans, routed) if self.architecture.num_experts else None
         return Output(head, None, router) if targets is None else Output(None, head, router)
@@ -230,6 +269,24 @@ class Decoder(nn.Module):
     def weight(self, name: str) -> Tensor:
         """A parameter in the working dtype."""
         return self.get_parameter(name).to(self.dtype)
+
+    def _embed(self, outside: Sequence[Site], tokens: Tensor) -> list[Tensor]:
+        table, streams = self.weight("model.embed_tokens.weight"), []
+        for at in outside:
+            x = self._run(at, "model.embed_tokens", "embedding", tokens[:, at.chunk.start : at.chunk.stop], table)
+            streams.append(x.to(self._kept(self.profile.residual)))
+        return streams
+
+    def _layers(
+        self, chunks: Sequence[Chunk], streams: list[Tensor], cache: Cache | None, capture: Capture | None
+    ) -> tuple[list[Tensor], list[list[Routing]]]:
+        routed: list[list[Routing]] = []
+        for layer in self.part.layers:
+            sites = [Site(chunk, layer, capture) for chunk in chunks]
+            streams = self._attention(sites, streams, cache)
+            streams, routings = self._feed_forward(sites, streams)
+            routed.append(routings)
+        return streams, routed
 
     def _attention(self, sites: list[Site], streams: list[Tensor], cache: Cache | None) -> list[Tensor]:
         parts = []
@@ -268,14 +325,7 @@ class Decoder(nn.Module):
             logits_dtype=self._kept(self.profile.routing), choice=at.chunk.choice,
         )  # fmt: skip
         dispatch = Dispatch.of(routing.experts, model.num_experts)
-
-        def product(name: str, operand: Tensor) -> Tensor:
-            weight = self.weight(f"{prefix}experts.{name}")
-            return self.operate(at, f"mlp.experts.{name}", "grouped_gemm", operand, weight, dispatch)  # type: ignore[no-any-return]
-
-        both = product("gate_up_proj", rows[dispatch.tokens])
-        activated = self._activate(at, *both.chunk(2, -1))
-        down = product("down_proj", activated)
+        both, activated, down = self._through_experts(at, rows[dispatch.tokens], dispatch)
         weights = routing.weights.to(self._kept(self.profile.routing))
         combined: Tensor = self.operate(at, "mlp.experts", "combine", down, weights, dispatch).unflatten(0, grid)
         if at.capture is not None:
@@ -289,6 +339,17 @@ class Decoder(nn.Module):
                 at.show(name, operator, ordered[dispatch.inverse].unflatten(0, (*grid, model.num_experts_per_tok)))
             at.show("mlp.experts", "combine", combined)
         return combined, routing
+
+    def _through_experts(self, at: Site, rows: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor, Tensor]:
+        """[M, H] in the order of dispatch -> gate above up, their activation, and the down projection [M, H]."""
+
+        def product(name: str, operand: Tensor) -> Tensor:
+            weight = self.weight(f"model.layers.{at.layer}.mlp.experts.{name}")
+            return self.operate(at, f"mlp.experts.{name}", "grouped_gemm", operand, weight, dispatch)  # type: ignore[no-any-return]
+
+        both = product("gate_up_proj", rows)
+        activated = self._activate(at, *both.chunk(2, -1))
+        return both, activated, product("down_proj", activated)
 
     def _head(self, at: Site, x: Tensor, targets: Tensor | None) -> Tensor:
         normal = self._norm(at, "model.norm", x)
@@ -386,11 +447,16 @@ class Decoder(nn.Module):
 
 def rope_tables(positions: Tensor, model: Architecture, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """int64 [B, T] -> cosines and sines [B, T, D/2]: angle position · theta^(-2i/D), in fp32, rounded to `dtype`."""
-    # On the CPU and in fp32, as transformers: another device's power would move the angles of late positions.
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.float32) / model.head_dim
-    frequencies = (1.0 / model.rope_theta**exponents).to(positions.device)
-    angles = positions.unsqueeze(-1).float() * frequencies
+    angles = positions.unsqueeze(-1).float() * _frequencies(model.head_dim, model.rope_theta, positions.device)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@cache
+def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """fp32 [D/2], kept: a copy to the device in each call would be a wait, and none may be captured in a graph."""
+    # On the CPU and in fp32, as transformers: another device's power would move the angles of late positions.
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return (1.0 / theta**exponents).to(device)
 
 
 def _cut(spans: Sequence[Span], start: int, stop: int) -> tuple[tuple[int, Span], ...]:

@@ -17,6 +17,7 @@ COLUMNS = {
     "gradient_invariance": "gradient bits",
 }
 ORDER = ("operator", "tier", *COLUMNS.values())
+WRAPPED = "operator"
 ACROSS = ("operator", "forward", "gradient")
 LEGEND = (
     "accuracy, gradient: within the contract's row of the reference. bits, gradient bits: every layout of the workload "

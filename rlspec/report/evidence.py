@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rlspec.report import cell_figures, drift_figures, parity_figures, rows, timing_figures
+from rlspec.report import cell_figures, chain_figures, drift_figures, parity_figures, rows, timing_figures
 from rlspec.report.text import clean, flat, number
 
 
@@ -24,7 +24,8 @@ def sentences(verdict: rows.Verdict) -> list[str]:
 
 def figures(verdict: rows.Verdict) -> list[rows.Figure]:
     """Every figure of the verdict as (name, value)."""
-    found = [*_FIGURES.get(verdict["judgment"], _all)(verdict), *_row(verdict["row"])]
+    own = chain_figures.figures if "configuration" in verdict["evidence"] else None
+    found = [*(own or _FIGURES.get(verdict["judgment"], _all))(verdict), *_row(verdict["row"])]
     return [(name, value) for name, value in found if value not in ("", rows.EMPTY)]
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rlspec.report import cell_figures, evidence, outcome, rows
+from rlspec.report import cell_figures, chain_figures, evidence, outcome, rows
 from rlspec.report.text import clean, log_line
 
 Report = Mapping[str, Any]
@@ -19,7 +19,9 @@ def render(report: Report) -> str:
     """The report in GitHub's Markdown; names and reasons are text in it, whatever characters they hold."""
     blocks = [
         _header(report),
-        *(_matrix(report) if cell_figures.is_cells(report) else [_verdicts(report)]),
+        *(_matrix(report, cell_figures) if cell_figures.is_cells(report) else ()),
+        *(_matrix(report, chain_figures) if chain_figures.is_chain(report) else ()),
+        *([] if cell_figures.is_cells(report) or chain_figures.is_chain(report) else [_verdicts(report)]),
         _ending(report),
         [f"- {escape(note)}" for note in report["notes"]],
         _folded("Arms", _table([rows.arm(arm, log=True) for arm in report["arms"]], rows.ARMS)),
@@ -46,17 +48,16 @@ def _verdicts(report: Report) -> list[str]:
     return _table(lines, (*rows.VERDICTS, "reason")) or ["Nothing was judged."]
 
 
-def _matrix(report: Report) -> list[list[str]]:
+def _matrix(report: Report, own: Any) -> list[list[str]]:
     """A table an arm, then what is not green."""
     made = []
-    for arm, lines in cell_figures.tables(report):
-        made.append([f"Arm {escape(arm)}", "", *_table(lines, cell_figures.ORDER)])
-    for title, lines in cell_figures.across(report):
-        made.append([escape(title).capitalize(), "", *_table(lines, cell_figures.ACROSS)])
-    made.append([f"- {escape(line)}" for line in (*cell_figures.counted(report), *cell_figures.remarks(report))])
+    for arm, lines in own.tables(report):
+        made.append([f"Arm {escape(arm)}", "", *_table(lines, own.ORDER)])
+    for title, lines in own.across(report):
+        made.append([escape(title).capitalize(), "", *_table(lines, own.ACROSS)])
+    made.append([f"- {escape(line)}" for line in (*own.counted(report), *own.remarks(report))])
     wrong = [
-        f"- **{status}** {escape(named)}: {escape(reason)}"
-        for status, named, reason, _ in cell_figures.troubles(report)
+        f"- **{status}** {escape(named)}: {escape(reason)}" for status, named, reason, _ in own.troubles(report)
     ]
     return [*made, wrong]
 

@@ -66,7 +66,8 @@ def _why(report: Mapping[str, Any]) -> str:
         return _expected(report["expect"], status)
     if status in MEANS and verdicts:
         same = [verdict for verdict in verdicts if verdict["status"] == status]
-        named = "" if "operator" in same[0]["evidence"] else f": {_names(same)}"
+        own = {"operator", "configuration"} & set(same[0]["evidence"])
+        named = "" if own else f": {_names(same)}"
         return f": {len(same)} of {_judgments(len(verdicts))} {MEANS[status]}{named}"
     count = {one: sum(verdict["status"] == one for verdict in verdicts) for one in SAID}
     said = ", ".join(f"{_judgments(count[one])} {SAID[one]}" for one in SAID if count[one])

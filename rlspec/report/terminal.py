@@ -6,11 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from types import ModuleType
 from typing import Any
 
 from tabulate import tabulate
 
-from rlspec.report import cell_figures, evidence, outcome, rows
+from rlspec.report import cell_figures, chain_figures, evidence, outcome, rows
 from rlspec.report.text import clean, columns, log_line, pieces, wrap
 
 NARROWEST, WIDEST, PROSE, NARROWEST_COLUMN = 40, 200, 100, 11
@@ -52,17 +53,25 @@ def width(environ: Mapping[str, str], terminal: int) -> int:
 def render(report: Report, *, width: int, color: bool, verbose: bool = False) -> str:
     """The report as text of at most `width` columns a line (at least 40); `verbose` prints every figure."""
     width = max(width, NARROWEST)
-    cells = cell_figures.is_cells(report)
+    own = _own(report)
+    cells = own is not None
     blocks = [
         _header(report, width),
         _arms(report, width, verbose),
-        *([_painted(table, color, anywhere=True) for table in _cells(report, width)] if cells else ()),
-        _painted(_troubles(report, width, verbose), color) if cells else _painted(_verdicts(report, width), color),
+        *([_painted(table, color, anywhere=True) for table in _cells(report, own, width)] if own else ()),
+        _painted(_troubles(report, own, width, verbose), color) if own else _painted(_verdicts(report, width), color),
         _painted(_details(report, width, verbose), color) if verbose or not cells else [],
         _notes(report, width),
         _painted(_ending(report, width), color),
     ]
     return "\n\n".join("\n".join(line.rstrip() for line in block) for block in blocks if block) + "\n"
+
+
+def _own(report: Report) -> ModuleType | None:
+    """What shows the report of a kind that has many verdicts: a table, then what is not green."""
+    if cell_figures.is_cells(report):
+        return cell_figures
+    return chain_figures if chain_figures.is_chain(report) else None
 
 
 def _painted(lines: Sequence[str], color: bool, *, anywhere: bool = False) -> list[str]:
@@ -139,29 +148,29 @@ def _verdicts(report: Report, width: int) -> list[str]:
     return lines if judged == expected else [*lines, f"judged: {judged} of {expected} judgments"]
 
 
-def _cells(report: Report, width: int) -> list[list[str]]:
-    """A table an arm: an operator and tier a row, a judgment a column."""
-    found = list(cell_figures.tables(report))
+def _cells(report: Report, own: Any, width: int) -> list[list[str]]:
+    """A table an arm, and what its arms have in common."""
+    found = list(own.tables(report))
     made = []
     for arm, lines in found:
         head = [f"arm {arm}"] if len(found) > 1 else []
-        made.append(head + _table(lines, cell_figures.ORDER, width, "operator"))
-    made.append(wrap(cell_figures.LEGEND, min(width, PROSE)))
-    for title, lines in cell_figures.across(report):
-        made.append([*wrap(title, width), *_table(lines, cell_figures.ACROSS, width, "operator")])
+        made.append(head + _table(lines, own.ORDER, width, own.WRAPPED))
+    made.append(wrap(own.LEGEND, min(width, PROSE)))
+    for title, lines in own.across(report):
+        made.append([*wrap(title, width), *_table(lines, own.ACROSS, width, own.ACROSS[0])])
     return made
 
 
-def _troubles(report: Report, width: int, verbose: bool) -> list[str]:
+def _troubles(report: Report, own: Any, width: int, verbose: bool) -> list[str]:
     lines: list[str] = []
-    found = list(cell_figures.troubles(report))
+    found = list(own.troubles(report))
     for status, named, reason, tail in found if verbose else found[:TROUBLES]:
         lines += wrap(named, width, f"{status}  ")
         lines += wrap(reason, min(width, PROSE), INDENT)
         lines += [f"{INDENT}{INDENT}{piece}" for line in tail for piece in pieces(line, width - 2 * len(INDENT))]
     if len(found) > TROUBLES and not verbose:
         lines.append(f"... and {len(found) - TROUBLES} more reasons; -v prints all")
-    return lines + [line for text in cell_figures.counted(report) for line in wrap(text, min(width, PROSE))]
+    return lines + [line for text in own.counted(report) for line in wrap(text, min(width, PROSE))]
 
 
 # Below the tables
@@ -198,8 +207,8 @@ def _shared_notes(report: Report) -> list[str]:
 
 
 def _notes(report: Report, width: int) -> list[str]:
-    cells = cell_figures.is_cells(report)
-    shared = cell_figures.remarks(report) if cells else _shared_notes(report)
+    own = _own(report)
+    shared = own.remarks(report) if own else _shared_notes(report)
     notes = dict.fromkeys([*shared, *map(clean, report["notes"])])
     return [line for note in notes for line in wrap(note, min(width, PROSE), "note: ")]
 

@@ -34,7 +34,7 @@ def test_the_schema_is_a_schema() -> None:
     jsonschema.Draft7Validator.check_schema(SCHEMA)
 
 
-OPTIONAL = {"source", "nonfinite", "workload", "operators", "measured", "seal"}
+OPTIONAL = {"source", "nonfinite", "workload", "operators", "chain", "measured", "seal"}
 
 
 def required(schema: dict[str, Any], report: dict[str, Any]) -> Iterator[tuple[Any, ...]]:

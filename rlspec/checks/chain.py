@@ -1,0 +1,230 @@
+"""Does a whole model give the same log-probs and gradients trained and inferred, in every layout, to the bit?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlspec import catalog, chain_verdicts, chains, dlogp, machine, nodes, plan, schema, workloads
+from rlspec.chain_verdicts import Asked
+from rlspec.checks import common, operators
+from rlspec.contract import Contract
+from rlspec.document import escape, read
+from rlspec.errors import SpecError
+from rlspec.model import Arm, Document, Judgment, Problem, Result, Row, Spec, Verdict
+
+TEMPLATE = catalog.SHIPPED.parent / "templates" / "chain" / "run.py.j2"
+PINNED = ("index_sha256", "shards", "content_hash")
+PROFILE = "ws1"
+
+
+def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    yield from common.unique_names(document, data)
+    for index, arm in enumerate(data["arms"]):
+        given, pointer = arm["implementation"], f"/arms/{index}/implementation"
+        if isinstance(given, str):
+            yield from operators.implementation(document, pointer, given, nodes.IMPLEMENTATIONS)
+            continue
+        for operator, name in given.items():
+            if operator in nodes.NODES:
+                known, what = nodes.implemented(operator), f" of {operator}"
+                yield from operators.implementation(document, f"{pointer}/{operator}", name, known, what)
+            else:
+                hint = schema.suggestion(operator, nodes.NODES)
+                place = f"{pointer}/{escape(operator)}"
+                yield common.at(document, place, "RL311", f"unknown operator {operator!r}", hint)
+
+
+def model(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    try:
+        chains.sizes(catalog.whole(data["model"], document.path.parent))
+    except SpecError as error:
+        message, hint = common.hinted(error)
+        yield common.at(document, "/model", "RL201", message, hint)
+    except ValueError as error:
+        hint = "a chain takes all sizes from the model entry"
+        yield common.at(document, "/model", "RL313", f"model {data['model']}: {error}", hint)
+
+
+def workload(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    try:
+        chain = chains.asked(workloads.of(catalog.workload(data["workload"], document.path.parent)))
+        chains.cells(chain, data.get("cells", ()))
+    except SpecError as error:
+        message, hint = common.hinted(error)
+        yield common.at(document, "/workload", "RL201", message, hint)
+    except ValueError as error:
+        message = f"workload {data['workload']}: {error}"
+        yield common.at(document, "/workload", "RL314", message, "correct the workload, or name one for chains")
+
+
+def weights(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    if "pins" in data["weights"]:
+        try:
+            _pins(data["weights"]["pins"], document.path.parent)
+        except SpecError as error:
+            message, hint = common.hinted(error)
+            yield common.at(document, "/weights/pins", "RL201", message, hint)
+
+
+def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    yield from common.contract_rows(document, data, subjects=(chains.SUBJECT,))
+    judgments = data.get("judgments", chains.JUDGMENTS)
+    if chain_verdicts.PARITY in judgments:
+        yield from common.contract_rows(document, {**data, "judgments": list(dlogp.STANDARD)})
+    if "kv_cache" in judgments:
+        yield from common.contract_rows(document, {**data, "judgments": ["forward_accuracy"]}, subjects=("attention",))
+
+
+RULES: tuple[tuple[common.Rule, tuple[str, ...]], ...] = (
+    (arms, ("arms",)),
+    (model, ("model",)),
+    (workload, ("workload", "cells")),
+    (weights, ("weights",)),
+    (contract_rows, ("judgments", "contract", "dtype")),
+    (common.question, ("question",)),
+)
+
+
+def lint(document: Document, broken: Iterable[str]) -> list[Problem]:
+    absent = {key for key in ("arms", "model", "workload", "weights") if key not in document.data}
+    return common.apply(document, RULES, {*broken, *absent})
+
+
+def parse(document: Document) -> Spec:
+    data, near = document.data, document.path.parent
+    given = data["workload"]
+    return Spec(
+        **common.shared(document),
+        model=data["model"],
+        dtype=data.get("dtype", "bf16"),
+        arms=tuple(Arm(**{"role": "candidate", **arm}) for arm in data["arms"]),
+        judgments=tuple(Judgment(check=name) for name in data.get("judgments", chains.JUDGMENTS)),
+        contract=data.get("contract", common.CONTRACTS["chain"]),
+        repository=near / data["repository"] if "repository" in data else None,
+        template=TEMPLATE,
+        workload=given if isinstance(given, dict) else catalog.workload(given, near),
+        chain=data.get("chain") or _chain(data, near),
+    )
+
+
+def _chain(data: dict[str, Any], near: Path) -> dict[str, Any]:
+    """What a run, its plan and its report hold whole."""
+    made = dict(data["weights"])
+    if "pins" in made:
+        made["pins"] = {key: value for key, value in _pins(made["pins"], near).items() if key in PINNED}
+    return {
+        "model": catalog.whole(data["model"], near),
+        "weights": made,
+        "profile": data.get("profile", PROFILE),
+        "cells": list(data.get("cells", ())),
+    }
+
+
+def _pins(name: str, near: Path) -> dict[str, Any]:
+    """Hash and size of every file of a model's weights. Raises SpecError."""
+    places = [near / name] if "/" in name or name.endswith(".yaml") else [
+        place / "models" / "pins" / f"{name}.yaml" for place in (catalog.home(near), catalog.SHIPPED) if place
+    ]  # fmt: skip
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        known = {one.stem for place in places for one in place.parent.glob("*.yaml")}
+        raise SpecError(f"unknown pins {name!r}; {schema.suggestion(name, known)}")
+    found, problems = read(path)
+    if problems or found is None or not isinstance(found.data, dict):
+        raise SpecError(f"{path}: {problems[0].message if problems else 'pins are a mapping'}")
+    if missing := [key for key in PINNED if key not in found.data]:
+        raise SpecError(f"{path}: the pins have no {' and no '.join(missing)}")
+    return dict(found.data)
+
+
+expand = plan.steps
+
+
+def unmet(spec: Spec) -> list[str]:
+    """Each requirement that is not met here, and weights that are not there."""
+    given = spec.chain["weights"]
+    reasons = machine.unmet(spec.requires, pinned="pins" in given)
+    if "path" in given and not (spec.path.parent / given["path"]).is_dir():
+        reasons.append(f"the weights are not here: there is no folder {given['path']}")
+    return reasons
+
+
+def context(spec: Spec, contract: Contract) -> dict[str, Any]:
+    """What the run file is told: all that is the same for all arms."""
+    asked = _asked(spec, spec.arms[0], contract)
+    judgments = [judgment.check for judgment in spec.judgments]
+    measured = [name for name in judgments if name in (*chains.ACCURACY, "kv_cache")]
+    return {
+        "kind": spec.kind,
+        **spec.chain,
+        "workload": dict(spec.workload),
+        "judgments": judgments,
+        "limits": {name: dict(asked.limits(name)) for name in measured},
+        "dtype": spec.dtype,
+        "device": spec.requires.get("device"),
+        "spec_dir": str(spec.path.parent.resolve()),
+    }
+
+
+def judge(spec: Spec, results: Sequence[Result], contract: Contract) -> list[Verdict]:
+    """One verdict a judgment and configuration, arm by arm; one a judgment of an arm that left nothing."""
+    return [verdict for result in results for verdict in _of_arm(spec, result, contract)]
+
+
+def _of_arm(spec: Spec, result: Result, contract: Contract) -> Iterator[Verdict]:
+    asked, arm = _asked(spec, result.arm, contract), result.arm.name
+    if result.measured is None:
+        reason = f"arm {arm}: {result.failure or 'the arm left no records'}"
+        for judgment in asked.judgments:
+            place = {"arm": arm, "configuration": "*", "category": "process"}
+            yield Verdict(judgment=judgment, subject=f"{arm}/*", status="ERROR", reason=reason, evidence=place)
+        return
+    for judgment, name, row, found in chain_verdicts.judge(result.measured, asked):
+        yield Verdict(
+            judgment=judgment,
+            subject=f"{arm}/{name}",
+            status=found.status,
+            reason=found.reason,
+            statistic=found.statistic,
+            row=row,
+            evidence={"arm": arm, "configuration": name, "category": found.category, **found.evidence},
+            notes=found.notes,
+        )
+
+
+def row(spec: Spec, judgment: str, contract: Contract) -> Row:
+    """The row that a judgment of the spec is made by."""
+    return _asked(spec, spec.arms[0], contract).row(judgment)
+
+
+def _asked(spec: Spec, arm: Arm, contract: Contract) -> Asked:
+    chain = chains.asked(workloads.of(spec.workload))
+
+    def resolve(judgment: str, subject: str) -> Row:
+        return contract.resolve(judgment, subject, spec.dtype)
+
+    return Asked(
+        chain=chain,
+        cells=chains.cells(chain, spec.chain["cells"]),
+        sizes=chains.sizes(spec.chain["model"]),
+        judgments=tuple(judgment.check for judgment in spec.judgments),
+        implementation=arm.implementation,
+        weights=spec.chain["weights"],
+        profile=spec.chain["profile"],
+        dtype=spec.dtype,
+        device=spec.requires.get("device"),
+        fault=arm.fault,
+        resolve=resolve,
+    )
+
+
+def remarks(spec: Spec) -> list[str]:
+    """What the report says above single verdicts: whose weights they are."""
+    given = spec.chain["weights"]
+    return [f"weights are seeded ({given['seed']}), not those of a trained model"] if "seed" in given else []
+
+
+def more(spec: Spec, verdicts: Sequence[Verdict]) -> Arm | None:
+    return None

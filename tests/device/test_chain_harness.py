@@ -1,0 +1,185 @@
+"""A chain on the device: weights that are refused, machines that are too small, operators that raise."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import pytest
+import torch
+
+from rlspec import catalog, chain_records, contract
+from rlspec.checks import chain
+from rlspec.device import chain_bench, chain_faults, chain_harness, weights
+from rlspec.device.architecture import read
+from rlspec.device.decoder import Decoder
+from rlspec.device.operators import Operators
+from tests.chain_runs import CONTROLS, judged, spec
+from tests.device.test_weight_files import write
+from tests.kernels.interpreted import gpu
+
+FEW = ["forward_invariance", "decode_prefill"]
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+def bench(arm=None, **changes):
+    changes = {"judgments": FEW, "cells": ["BN/packed"], **changes}
+    config = chain.context(chain.parse(spec(**changes)), contract.load("strict", CONTROLS))
+    return chain_bench.bench(config, {"name": "a", "implementation": "canonical", **(arm or {})})
+
+
+def run(on, folder):
+    path = folder / "records.jsonl"
+    chain_harness.main(on, path)
+    return chain_records.read(path, "a")
+
+
+def saved(folder, **changes):
+    """Files of a seeded model, with their pins as `weights:` of a run file."""
+    model = read({**catalog.model("small", CONTROLS), **changes})
+    made = Decoder(model, Operators("canonical"), master_dtype=torch.bfloat16)
+    weights.seeded(made, 5)
+    tensors = {name: parameter.detach() for name, parameter in made.named_parameters()}
+    half = len(tensors) // 2
+    parts = [dict(list(tensors.items())[:half]), dict(list(tensors.items())[half:])]
+    return {"source": "huggingface", "path": str(folder), "pins": write(folder, *parts)}
+
+
+def with_weights(given, **changes):
+    return dataclasses.replace(bench(**changes), weights=given)
+
+
+def test_pinned_weights_are_checked_loaded_and_named(tmp_path):
+    found = run(with_weights(saved(tmp_path)), tmp_path)
+    assert found["weights"]["pinned"] is True and found["weights"]["source"] == "huggingface"
+    assert [phase["error"] for phase in found["phases"]] == [None] * len(found["phases"])
+    assert all(line["differing"] == 0 for line in found["comparisons"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda f: next(iter(f.glob("*00002*"))).unlink(), "is missing"),
+        (lambda f: flip(next(iter(f.glob("*00001*")))), "has the SHA-256"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "index.json has the SHA-256"),
+    ],
+)
+def test_weights_that_are_not_what_is_pinned_are_refused_before_anything_is_allocated(tmp_path, spoil, reason):
+    given = saved(tmp_path)
+    spoil(tmp_path)
+    found = run(with_weights(given), tmp_path)
+    error = next(phase["error"] for phase in found["phases"] if phase["name"] == "weights")
+    assert "are refused" in error["message"] and reason in error["message"]
+    assert found["weights"] is None and not found["comparisons"]
+    made = judged(found, judgments=FEW, cells=["BN/packed"])
+    assert {(one.status, one.evidence["category"]) for one in made.values()} == {("ERROR", "raised")}
+
+
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+
+
+def test_a_tied_file_for_an_untied_model(tmp_path):
+    found = run(with_weights(saved(tmp_path, tie_word_embeddings=True)), tmp_path)
+    error = next(phase["error"] for phase in found["phases"] if phase["name"] == "weights")
+    assert "lm_head.weight is missing, and this model does not tie its head" in error["message"]
+
+
+def test_a_config_that_the_decoder_does_not_implement_is_refused_by_its_key():
+    made = chain.parse(spec())
+    config = chain.context(made, contract.load("strict", CONTROLS))
+    with pytest.raises(ValueError, match="sliding_window"):
+        chain_bench.bench({**config, "model": {**config["model"], "sliding_window": 128}}, {"name": "a"})
+
+
+def test_too_little_memory_is_blocked_with_the_estimate(monkeypatch, tmp_path):
+    whole = bench(model="qwen3-8b", workload="ws1-chain")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=40 << 30)
+    )
+    monkeypatch.setattr(
+        chain_harness.observe, "environment", lambda device: {"device": "cuda:0", "tf32": False, "autocast": False}
+    )
+    on = dataclasses.replace(whole, device=torch.device("cuda", 0), implementation="torch")
+    found = run(on, tmp_path)
+    assert found["run"]["blocked"] == "the run is estimated to need 78 GiB of GPU memory, and here are 40 GiB"
+    assert not found["phases"]
+
+
+def test_kernels_without_their_device_are_blocked(tmp_path):
+    found = run(bench({"implementation": "triton"}), tmp_path)
+    assert "triton kernels need a CUDA device" in found["run"]["blocked"]
+    made = judged(found, arms=[{"name": "a", "implementation": "triton"}], judgments=FEW, cells=["BN/packed"])
+    assert {one.status for one in made.values()} == {"BLOCKED"}
+
+
+def test_an_operator_that_raises_ends_its_part_alone(tmp_path):
+    on = bench({"implementation": {"embedding": "rlspec.device.reference:embedding", "swiglu": f"{__name__}:broken"}})
+    found = run(on, tmp_path)
+    errors = {phase["name"]: phase["error"] for phase in found["phases"]}
+    assert "no gate today" in errors["training"]["message"] and "(at BN/full)" in errors["training"]["message"]
+    assert errors["weights"] is None and "no gate today" in errors["inference"]["message"]
+
+
+def broken(gate, up):
+    raise ValueError("no gate today")
+
+
+def test_an_unknown_fault():
+    with pytest.raises(ValueError, match="unknown fault 'x'; known: stale_cache"):
+        chain_faults.lives("x")
+
+
+def test_a_mapping_of_implementations_runs_operator_by_operator(tmp_path):
+    on = bench({"implementation": dict.fromkeys(("det_gemm", "attention", "lm_head"), "canonical")})
+    found = run(on, tmp_path)
+    seen = {line["operator"]: line["implementation"] for line in found["operators"]}
+    assert seen["det_gemm"] == "canonical" and seen["rms_norm"] == "torch"
+
+
+def test_seeded_weights_of_another_seed_are_other_weights(tmp_path):
+    runs = [run(bench(weights={"source": "seeded", "seed": seed}), tmp_path) for seed in (1, 2)]
+    assert runs[0]["weights"]["digest"] != runs[1]["weights"]["digest"]
+    assert runs[0]["logprobs"][0]["digest"] != runs[1]["logprobs"][0]["digest"]
+
+
+@gpu
+def test_triton_kernels_keep_every_bit_of_a_small_chain(tmp_path):
+    on = dataclasses.replace(
+        bench(
+            {"implementation": "triton"}, model="tiny-dense", workload="tiny-chain", cells=["BN/packed", "BN/chunked"]
+        ),
+        device=torch.device("cuda", 0),
+    )
+    found = run(on, tmp_path)
+    assert not [phase["error"] for phase in found["phases"] if phase["error"]]
+    assert all(line["differing"] == 0 for line in found["comparisons"])
+
+
+def test_without_room_for_other_gradients_digests_tell_cells_apart(tmp_path, monkeypatch):
+    """What fits nowhere is run again: errors of a cell that differs, which its digest alone shows."""
+    monkeypatch.setattr(chain_harness._Harness, "_resident", property(lambda self: False))
+    judgments = ["gradient_accuracy", "gradient_invariance"]
+    asked = {"judgments": judgments, "cells": ["B1/full", "BN/packed"]}
+    right = judged(run(bench(**asked), tmp_path), **asked)
+    assert {one.status for one in right.values()} == {"PASS"}
+    arm = {"name": "a", "implementation": "canonical", "fault": "local_mean"}
+    wrong = judged(run(bench(arm, **asked), tmp_path), **asked, arms=[arm])
+    assert {name for name, one in wrong.items() if one.status == "FAIL"} == {("gradient_invariance", "B1/full")}
+    assert "its digest differs" in wrong["gradient_invariance", "B1/full"].reason
+
+
+def test_a_mixture_of_experts_keeps_its_bits(tmp_path):
+    asked = {"judgments": ["gradient_invariance", "train_inference_parity"], "cells": ["BN/chunked", "BN/packed"]}
+    found = run(bench(model="tiny-moe", **asked), tmp_path)
+    assert {one["operator"] for one in found["operators"]} >= {"router", "grouped_gemm", "combine"}
+    made = judged(found, model="tiny-moe", **asked)
+    assert {one.status for one in made.values()} == {"PASS"}

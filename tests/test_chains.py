@@ -1,0 +1,191 @@
+"""What a chain spec asks: cells, executions, comparisons, from workload and model alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlspec import catalog, chains, layouts, workloads
+from rlspec.device import architecture
+
+SPECS = Path(__file__).parents[1] / "specs"
+PUBLISHED = ("BN/full", "B1/full", "BN/chunked", "B1/chunked", "BN/padded_right", "BN/padded_left", "BN/permuted")
+
+
+def chain(name="ws1-chain", **changes):
+    data = catalog.workload(name, SPECS)
+    return workloads.of({**data, "chain": {**data["chain"], **changes}}).chain
+
+
+def sizes(name="qwen3-8b", **changes):
+    return chains.sizes({**catalog.model(name, SPECS), **changes})
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "tiny-dense", "tiny-moe", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_host_knows_the_parameters_that_the_device_has(name, tied):
+    entry = {**catalog.model(name, SPECS), "tie_word_embeddings": tied}
+    assert chains.sizes(entry).parameters == architecture.read(entry).parameter_shapes()
+
+
+def test_a_config_json_says_the_same():
+    config = {
+        "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288,
+        "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    assert chains.sizes(config) == sizes()
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [({"model_type": "gpt_oss"}, "gpt_oss"), ({"layers": 2, "hidden_size": 8}, "head_dim, heads, intermediate_size")],
+)
+def test_a_model_that_cannot_be_sized(entry, reason):
+    with pytest.raises(ValueError, match=reason):
+        chains.sizes(entry)
+
+
+def test_qwen3_8b_has_399_gradients_and_the_published_number_of_rows():
+    due = list(chains.expected(chain(), sizes(), chains.JUDGMENTS))
+    assert len(sizes().parameters) == 399
+    count = {name: sum(one.judgment == name for one in due) for name in chains.JUDGMENTS}
+    assert count["forward_invariance"] == 7 and count["gradient_invariance"] == 8 * 399
+    assert count["gradient_accuracy"] == 2 * 399 and count["forward_accuracy"] == 2
+    assert len({(*one.key, one.against) for one in due}) == len(due)
+
+
+def test_ws1_has_its_six_decode_cases():
+    assert [(case.name, [s.length for s in case.samples], case.width, case.left) for case in chain().decode] == [
+        ("b1-short", [8], 8, False),
+        ("b1-long", [32], 32, False),
+        ("bn-varlen", [11, 16, 13, 19], 19, False),
+        ("bn-padded-right", [11, 16, 13, 19], 20, False),
+        ("bn-padded-left", [11, 16, 13, 19], 20, True),
+        ("b1-primary-s3", [19], 19, False),
+    ]
+
+
+def test_the_samples_of_ws1_chain_are_those_of_ws1():
+    ours, theirs = (catalog.workload(name, SPECS) for name in ("ws1-chain", "ws1"))
+    assert all(ours[key] == theirs[key] for key in ("samples", "seed", "pad_token", "fill"))
+    assert {key: ours["tiers"][0][key] for key in ("chunk", "padded_length", "permutation")} == {
+        "chunk": 7, "padded_length": 20, "permutation": [2, 0, 3, 1],
+    }  # fmt: skip
+
+
+def test_the_long_workload_is_long():
+    made = chain("long")
+    lengths = [sample.length for sample in made.tier.samples]
+    assert len(lengths) == 4 and min(lengths) == 512 and max(lengths) == 2048 and made.tier.active >= 1000
+    assert made.tier.chunk == 509 and made.loss_weights == "logical"
+    assert all(len(case.positions) == 64 for case in made.decode)
+    assert {63, 64, 65, 508, 509, 511, 512, 513, 1023, 1024, 1536} <= set(made.decode[0].positions)
+
+
+# Cells
+
+
+@pytest.mark.parametrize("name", ["ws1-chain", "long", "tiny-chain"])
+def test_nine_cells_of_nine_layouts_that_restore(name):
+    made = chain(name)
+    found = chains.cells(made)
+    assert [cell.name for cell in found] == [*PUBLISHED, "BN/packed", "BN/micro_batches"]
+    assert len({cell.digest for cell in found}) == 9
+    for cell in found:
+        assert len(layouts.restore(cell.layout, made.tier)) == made.tier.tokens
+
+
+def test_grids_are_those_of_a_trainer():
+    grids = {c.name: [(call.rows, call.width) for call in c.layout.calls] for c in chains.cells(chain())}
+    assert grids["BN/full"] == grids["BN/permuted"] == grids["BN/chunked"] == [(4, 19)]
+    assert grids["BN/padded_right"] == grids["BN/padded_left"] == [(4, 20)] and grids["BN/packed"] == [(1, 59)]
+    assert grids["B1/full"] == [(1, 11), (1, 16), (1, 13), (1, 19)]
+    assert grids["BN/micro_batches"] == [(1, 11), (2, 16), (1, 19)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"micro_batches": [["s0"], ["s2", "s1"], ["s3"]]}, "in order"),
+        ({"micro_batches": [["s0"], ["s1", "s2"]]}, "in order"),
+        ({"micro_batches": [["s0", "s1", "s2", "s3"]]}, "are the same layout"),
+    ],
+)
+def test_micro_batches_that_are_none(changes, reason):
+    with pytest.raises(ValueError, match=reason):
+        chains.cells(chain(**changes))
+
+
+def test_a_cell_that_would_be_compared_with_itself():
+    made = chain()
+    with pytest.raises(ValueError, match="without pads"):
+        chains.cells(replace(made, tier=replace(made.tier, padded_length=19)))
+    with pytest.raises(ValueError, match="splits no sample"):
+        chains.cells(replace(made, tier=replace(made.tier, chunk=19)))
+    with pytest.raises(ValueError, match="no permutation"):
+        chains.cells(replace(made, tier=replace(made.tier, permutation=(0, 0, 1, 2))))
+    with pytest.raises(ValueError, match="same layout"):
+        chains.cells(replace(made, tier=replace(made.tier, permutation=(0, 1, 2, 3))))
+
+
+def test_a_workload_without_decode_cases():
+    with pytest.raises(ValueError, match="no part `chain:`"):
+        chains.asked(workloads.of(catalog.workload("ws1", SPECS)))
+
+
+# Inference
+
+
+def test_every_column_is_in_one_call():
+    for name in ("ws1-chain", "long", "tiny-chain"):
+        for case in chain(name).decode:
+            pieces = chains.columns(case)
+            assert pieces[0][0] == 0 and pieces[-1][1] == case.width
+            assert all(before[1] == after[0] for before, after in zip(pieces, pieces[1:], strict=False))
+            single = {start for start, stop in pieces if stop == start + 1}
+            for index, positions in chains.decoded(case):
+                shift = case.width - case.samples[index].length if case.left else 0
+                assert {position + shift for position in positions} <= single
+
+
+def test_generation_prefills_the_prompt_and_decodes_the_rest():
+    made = chain()
+    assert chains.generation(made, [made.tier.samples[0]]) == [(0, 8), (8, 9), (9, 10), (10, 11)]
+    assert chains.generation(made, [made.tier.samples[0]], chunk=7)[:2] == [(0, 7), (7, 8)]
+    assert chains.generation(made, made.tier.samples)[-1] == (18, 19)
+    long = chain("long")
+    assert chains.generation(long, [long.tier.samples[0]], chunk=509) == [(0, 509), (509, 768)]
+    assert (128, 129) in chains.generation(long, [long.tier.samples[0]])
+
+
+def test_prefixes_end_at_the_first_token_the_prompt_and_around_edges():
+    made = chain()
+    s3 = made.decode[-1]
+    assert chains.prefixes(made, s3) == [(0, 1), (0, 8), (0, 15), (0, 16), (0, 17)]
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ({"name": "a", "samples": ["s3"], "width": 18}, "does not hold"),
+        ({"name": "a", "samples": ["s3"], "positions": [3, 2]}, "do not ascend"),
+        ({"name": "a", "samples": ["s3"], "positions": [19]}, "no sample has them"),
+        ({"name": "a", "samples": ["nobody"]}, "there is no sample 'nobody'"),
+    ],
+)
+def test_decode_cases_that_are_none(case, reason):
+    with pytest.raises(ValueError, match=reason):
+        chain(decode=[case])
+
+
+# Memory
+
+
+def test_memory_of_the_whole_model():
+    need = chains.memory(chain(), sizes())
+    assert need.weights == 2 * sizes().count == 16381470720 and need.gradients == 2 * need.weights
+    assert 100 < need.resident / 2**30 < 120  # 109.4 GiB were measured on an H200
+    assert 76 < need.least / 2**30 < 80 < chains.memory(chain("long"), sizes()).least / 2**30 < 120
