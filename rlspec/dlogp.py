@@ -59,6 +59,17 @@ def _constant(ours: LogProbs, theirs: LogProbs) -> str | None:
     return f"every log-prob of both files is {values.pop():g}, a constant: this gate cannot fail"
 
 
+def aggregates(pair: Pair, resolve: Callable[[str], Row]) -> dict[str, dict[str, Any]]:
+    """Every aggregate of two executions of one model: `value`, its `status` by the contract's row, and `detail`."""
+    found, evidence = {}, _figures(pair)
+    for check in STANDARD:
+        row, limits = _row(check, resolve)
+        value, _, detail, more = STATISTICS[check](pair, limits, evidence)
+        status, _ = _status(value, row, limits)
+        found[check] = {"value": value, "status": status, "row": row.id, "detail": detail, **more}
+    return found
+
+
 def _judge(asked: Sequence[Asked], pair: Pair, ours: LogProbs, theirs: LogProbs, notes: Sequence[str]) -> list[Verdict]:
     evidence = _evidence(pair, ours, theirs)
     verdicts = [_verdict(pair, check, row, limits, evidence) for check, row, limits in asked]
@@ -123,6 +134,10 @@ def _lead(verdicts: list[Verdict], notes: Sequence[str], numbers: Mapping[str, A
 
 
 def _evidence(pair: Pair, ours: LogProbs, theirs: LogProbs) -> dict[str, Any]:
+    return {**_figures(pair), "semantics": {"rollout": dict(ours.semantics), "train": dict(theirs.semantics)}}
+
+
+def _figures(pair: Pair) -> dict[str, Any]:
     total = len(pair.d)
     ordered = sorted(pair.size)
     worst = nlargest(NAMED, pair.peaks, key=itemgetter(0))
@@ -134,7 +149,6 @@ def _evidence(pair: Pair, ours: LogProbs, theirs: LogProbs) -> dict[str, Any]:
         "percentiles": {name: ordered[-(-part * total // 1000) - 1] for name, part in PERMILLE.items()},
         "mean_dlogp": mean(pair.d),
         "positive_share": sum(map((0.0).__lt__, pair.d)) / total,
-        "semantics": {"rollout": dict(ours.semantics), "train": dict(theirs.semantics)},
     }
     if pair.flips is not None:
         calm = [size for size, flip in zip(pair.size, pair.flips, strict=True) if not flip]

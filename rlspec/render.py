@@ -1,4 +1,4 @@
-"""Run files: one template filled in once, copied for the other arms, so that they are identical by construction."""
+"""Run files: one template filled in once for all arms, so that they are identical by construction; or one an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jinja2 import StrictUndefined, TemplateError, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from rlspec import catalog
-from rlspec.checks import operators
+from rlspec.checks import chain, operators, parity
 from rlspec.contract import Contract
 from rlspec.errors import SpecError
 from rlspec.model import Spec, Step
@@ -110,26 +110,36 @@ def _line_of(error: BaseException) -> int | None:
     return line
 
 
-def write(spec: Spec, steps: Sequence[Step], contract: Contract) -> str | None:
-    """Write the run files of all steps; returns their common digest, or None if the spec has no template."""
-    if spec.run_template is None:
-        return None
-    content = check(spec, contract).encode()
-    digest = hashlib.sha256(content).hexdigest()
+def has_files(spec: Spec) -> bool:
+    """Whether any arm has a run file."""
+    return spec.run_template is not None or any(arm.template for arm in spec.arms)
+
+
+def write(spec: Spec, steps: Sequence[Step], contract: Contract) -> dict[str, str]:
+    """Write the run files of all steps; arm -> digest of its run file, of those that have one."""
+    content = {arm: made.encode() for arm, made in check(spec, contract).items()}
+    digests = {arm: hashlib.sha256(made).hexdigest() for arm, made in content.items()}
     for step in steps:
-        assert step.run_file is not None
+        if step.run_file is None:
+            continue
         if not step.run_file.exists():
-            step.run_file.write_bytes(content)
-        if hashlib.sha256(step.run_file.read_bytes()).hexdigest() != digest:
+            step.run_file.write_bytes(content[step.arm.name])
+        if hashlib.sha256(step.run_file.read_bytes()).hexdigest() != digests[step.arm.name]:
             raise SpecError(f"{step.run_file} is not what the template renders; the arms would run other files")
-    return digest
+    return digests
 
 
-def check(spec: Spec, contract: Contract) -> str:
-    """The rendered text, valid Python where its name says so. Raises SpecError."""
-    template = spec.run_template
-    assert template is not None
-    made = text(template, context(spec) if spec.trainer else operators.context(spec, contract))
+def check(spec: Spec, contract: Contract) -> dict[str, str]:
+    """Arm -> the text of its run file, valid Python where its name says so. Raises SpecError."""
+    if spec.run_template is None:
+        return {arm.name: _checked(arm.template, parity.context(spec, arm)) for arm in spec.arms if arm.template}
+    own = chain if spec.chain else operators
+    values = context(spec) if spec.trainer else own.context(spec, contract)
+    return dict.fromkeys((arm.name for arm in spec.arms), _checked(spec.run_template, values))
+
+
+def _checked(template: Path, values: Mapping[str, Any]) -> str:
+    made = text(template, values)
     if template.name.removesuffix(".j2").endswith(".py"):
         try:
             compile(made, str(template), "exec")

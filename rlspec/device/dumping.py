@@ -1,0 +1,192 @@
+"""What the run files of engines share: the token stream, the weights, and the file of log-probs.
+
+A run file scores the response of each sample and hands over one log-prob a token. What the file says beside them
+(weights, temperature, dtype of the logits) is what was used, not what was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from rlspec import nodes, token_files
+from rlspec.device import architecture, weight_files, weights
+from rlspec.device.decoder import Decoder
+from rlspec.device.operators import Operators
+from rlspec.token_files import Stream
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+COLD = 0.7  # the temperature of the planted fault
+
+
+class Dump:
+    """The samples of a run file, and the file that it writes; a context, in which `add` is called once a sample.
+
+    `how`: words on how the engine ran, kept in the file. `temperature`: of `select`, and what the file declares.
+    `fault`: for controls, a mistake that an engine could make; see `select`, `add` and `seeded`.
+    """
+
+    def __init__(
+        self,
+        run_file: str,
+        *,
+        engine: str,
+        how: Sequence[object],
+        tokens: str,
+        generated: str | None = None,
+        temperature: float = 1.0,
+        fault: str | None = None,
+    ) -> None:
+        path = Path(run_file).absolute()
+        self.path = Path(os.environ.get("RLSPEC_RECORDS") or path.with_name(f"{path.stem}.records.jsonl"))
+        self.streams = token_files.read(Path(tokens))
+        if generated is not None:
+            self.streams = token_files.generated(self.streams, path.with_name(generated))
+        package = "torch" if engine == "rlspec" else engine
+        self.engine = " ".join(map(str, (engine, f"({package} {version(package)})", *how)))
+        self.temperature, self.fault = temperature, fault
+        self.weights: str | None = None
+        self.head_dtype: str | None = None
+        self.written: set[str] = set()
+
+    def __enter__(self) -> Dump:
+        self.file: TextIO = self.path.open("w", encoding="utf-8")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.file.close()
+        if kind is None and (missing := [one.sample for one in self.streams if one.sample not in self.written]):
+            raise ValueError(f"{len(missing)} samples have no log-probs, {missing[0]} first")
+
+    def batches(self, size: int) -> Iterator[list[Stream]]:
+        """The samples in order, `size` at a time."""
+        for first in range(0, len(self.streams), size):
+            yield list(self.streams[first : first + size])
+
+    def check(self, vocabulary: int) -> None:
+        """Raise ValueError for a token id that the model does not have."""
+        for one in self.streams:
+            if (most := max((*one.prompt, *(one.response or ())))) >= vocabulary:
+                raise ValueError(f"sample {one.sample}: token {most} is not below the vocabulary, {vocabulary}")
+
+    def select(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Logits [..., V] and token ids [...] -> fp32 log-probs [...], log_softmax(logits / temperature)."""
+        self.head_dtype = NAMES[logits.dtype]
+        temperature = COLD if self.fault == "temperature" else self.temperature
+        scores = torch.log_softmax(logits.float() / temperature, -1)
+        return scores.gather(-1, tokens.to(logits.device)[..., None])[..., 0]
+
+    def add(self, stream: Stream, logprobs: Sequence[float], response: Sequence[int] | None = None) -> None:
+        """One log-prob a token of the response, which is the stream's unless it was drawn. Raises ValueError."""
+        tokens = list(stream.response if response is None else response or ())
+        if len(tokens) != len(logprobs):
+            raise ValueError(f"sample {stream.sample}: {len(logprobs)} log-probs for {len(tokens)} tokens")
+        if not all(isinstance(value, float) and math.isfinite(value) for value in logprobs):
+            raise ValueError(f"sample {stream.sample}: the engine gave no finite log-prob for each token: {logprobs}")
+        if self.weights is None:
+            raise ValueError("the weights were not identified")
+        positions, values = list(range(len(stream.prompt), len(stream.prompt) + len(tokens))), list(logprobs)
+        if self.fault == "shifted":  # each token's log-prob is that of the token after it
+            values = [*values[1:], values[0]]
+        if self.fault == "mask":  # the loss mask begins one token late
+            positions, tokens, values = positions[1:], tokens[1:], values[1:]
+        columns = {"position": positions, "token": tokens, "logprob": values}
+        self.file.write(json.dumps({"sample": stream.sample, **columns, **self._semantics()}, allow_nan=False) + "\n")
+        self.written.add(stream.sample)
+
+    def _semantics(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine,
+            "temperature": self.temperature,
+            "top_p": 1.0,
+            "processed": "raw" if self.temperature == 1 else "processed",
+            "weights": self.weights,
+            "head_dtype": self.head_dtype,
+        }
+
+    # Weights
+
+    def files(self, source: Mapping[str, Any]) -> str:
+        """The folder of the weights, once its files are hashed. Raises ValueError for files that are not there."""
+        self.weights = str(weight_files.measure(source["path"])["content_hash"])
+        return str(source["path"])
+
+    def seeded(self, model: Mapping[str, Any], seed: int, dtype: torch.dtype, device: str, **options: Any) -> Decoder:
+        """A decoder of rlspec whose weights are a function of the seed; `options` are those of `Decoder`."""
+        options = {"operators": Operators("torch"), **options}
+        made = Decoder(architecture.read(model), dtype=dtype, master_dtype=dtype, device=device, **options)
+        made.requires_grad_(False)
+        weights.seeded(made, seed)
+        self.weights = f"seeded-{weights.fingerprint(made)}"
+        if self.fault == "stale_weights":  # the hash is of the weights that should have been loaded
+            weights.seeded(made, seed + 1)
+        return made
+
+    def loaded(self, source: Mapping[str, Any], dtype: torch.dtype, device: str, **options: Any) -> Decoder:
+        """A decoder of rlspec with the weights of files, checked before anything is allocated for them."""
+        folder = Path(self.files(source))
+        pins = weight_files.measure(folder)
+        stored = {entry.dtype for entry in weight_files.entries(folder, pins["shards"]).values()}
+        master = dtype if stored <= {dtype} else torch.float32
+        model = architecture.read(folder / "config.json")
+        made = Decoder(model, dtype=dtype, master_dtype=master, device="meta", **options)
+        made.requires_grad_(False)
+        weights.load(made, folder, pins, device=device)
+        return made
+
+
+def grid(rows: Sequence[Sequence[int]], padding: str, device: str, pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Token ids padded on one side, and the mask of what is no pad: int64 [rows, longest], both."""
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), pad, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, tokens in enumerate(rows):
+        start = width - len(tokens) if padding == "left" else 0
+        ids[row, start : start + len(tokens)] = torch.tensor(tokens)
+        mask[row, start : start + len(tokens)] = 1
+    return ids.to(device), mask.to(device)
+
+
+def config(model: architecture.Architecture) -> dict[str, Any]:
+    """The arguments of transformers' AutoConfig.for_model for a model of ours."""
+    fields = asdict(model)
+    experts = [name for name in fields if name.startswith(("num_experts", "moe_", "norm_topk"))]
+    for name in experts if not model.num_experts else ():
+        del fields[name]
+    rope = {"rope_type": "default", "rope_theta": fields["rope_theta"]}
+    kind = "qwen3_moe" if model.num_experts else "qwen3"
+    return {"model_type": kind, **fields, "rope_parameters": rope, "attention_bias": False, "use_sliding_window": False}
+
+
+def copy(source: Decoder, model: torch.nn.Module) -> None:
+    """The weights of our decoder into a model of transformers, which has the same names. Raises ValueError."""
+    found = model.load_state_dict(dict(source.named_parameters()), strict=False)
+    tied = {"lm_head.weight"} if source.architecture.tie_word_embeddings else set()
+    if set(found.missing_keys) - tied or found.unexpected_keys:
+        raise ValueError(f"names differ: {found.missing_keys} are missing, {found.unexpected_keys} are unknown there")
+
+
+def mode(invariant: bool) -> AbstractContextManager[None]:
+    """`invariant_mode()`, or nothing."""
+    if not invariant:
+        return nullcontext()
+    from rlspec.device.invariant_mode import invariant_mode
+
+    return invariant_mode()
+
+
+def unwritten(implementation: str | Mapping[str, str]) -> float:
+    """What memory of a cache holds before it is written: NaN, but 0 for attention that multiplies it by 0."""
+    name = nodes.implementation_of("attention", implementation)
+    return 0.0 if name in ("reference", "torch") else math.nan

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from rlspec.device import dumping
+from tests.test_token_files import GOOD, stored
+
+
+def dump(tmp_path, **options):
+    tokens = str(stored(tmp_path, GOOD))
+    made = dumping.Dump(str(tmp_path / "bf16-train.py"), engine="rlspec", how=("full",), tokens=tokens, **options)
+    made.weights = "w"
+    return made
+
+
+def lines(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "bf16-train.records.jsonl").read_text().splitlines()]
+
+
+def test_what_is_written(tmp_path, monkeypatch):
+    monkeypatch.delenv("RLSPEC_RECORDS", raising=False)
+    with dump(tmp_path) as made:
+        made.select(torch.zeros(1, 8, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64))
+        made.add(made.streams[0], [-1.0, -2.5])
+    (line,) = lines(tmp_path)
+    assert line.pop("engine").startswith("rlspec (torch ")
+    assert line == {
+        "sample": "s0", "position": [2, 3], "token": [9, 4], "logprob": [-1.0, -2.5], "temperature": 1.0, "top_p": 1.0,
+        "processed": "raw", "weights": "w", "head_dtype": "bf16",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([-1.0], "1 log-probs for 2 tokens"),
+        ([-1.0, None], "no finite log-prob"),
+        ([-1.0, math.nan], "no finite log-prob"),
+        ([-1.0, -math.inf], "no finite log-prob"),
+    ],
+)
+def test_refused(tmp_path, values, message):
+    with pytest.raises(ValueError, match=message), dump(tmp_path) as made:
+        made.add(made.streams[0], values)
+
+
+def test_a_sample_that_was_left_out_and_weights_without_a_name(tmp_path):
+    with pytest.raises(ValueError, match="1 samples have no log-probs, s0 first"), dump(tmp_path):
+        pass
+    with pytest.raises(ValueError, match="weights were not identified"), dump(tmp_path) as made:
+        made.weights = None
+        made.add(made.streams[0], [-1.0, -1.0])
+
+
+def test_a_temperature_is_said(tmp_path, monkeypatch):
+    monkeypatch.delenv("RLSPEC_RECORDS", raising=False)
+    logits, tokens = torch.tensor([[0.0, 3.0], [1.0, -1.0]]), torch.tensor([0, 1])
+    with dump(tmp_path, temperature=0.5) as made:
+        found = made.select(logits, tokens)
+        made.add(made.streams[0], found.tolist())
+    assert torch.equal(found, torch.log_softmax(logits / 0.5, -1)[[0, 1], tokens])
+    (line,) = lines(tmp_path)
+    assert (line["temperature"], line["processed"], line["head_dtype"]) == (0.5, "processed", "fp32")
+
+
+def test_token_ids_that_the_model_does_not_have(tmp_path):
+    made = dump(tmp_path)
+    made.check(18)
+    with pytest.raises(ValueError, match="sample s0: token 17 is not below the vocabulary, 17"):
+        made.check(17)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_grid(side):
+    ids, mask = dumping.grid([(1, 2, 3), (4,)], side, "cpu")
+    assert ids.tolist() == [[1, 2, 3], [0, 0, 4] if side == "left" else [4, 0, 0]]
+    assert mask.sum(1).tolist() == [3, 1] and (ids * mask).tolist() == ids.tolist()
