@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rlspec.device.architecture import Architecture
@@ -23,14 +24,15 @@ class LocalTokenCount(Trainer):
     """Each rank divides by its own tokens, and the ranks' means are averaged."""
 
     def loss_weight(self, batch: Batch, micro: MicroBatch) -> float:
-        return 1 / (sum(each.counted for each in batch.micro_batches) * self.settings.dp)
+        return 1 / (sum(each.counted for each in batch.micro_batches) * self.settings.dp * self.settings.cp)
 
 
 class MeanOfMeans(Trainer):
     """Each micro-batch is averaged, then the averages are."""
 
     def loss_weight(self, batch: Batch, micro: MicroBatch) -> float:
-        return 1 / (micro.counted * self.settings.micro_batches * self.settings.dp)
+        means = self.settings.micro_batches * self.settings.dp * self.settings.cp
+        return 1 / (max(1, micro.counted) * means)  # a piece of a sequence may count no token
 
 
 class LearningRate(Trainer):
@@ -68,6 +70,27 @@ class GradientsNotAveraged(Trainer):
 
     def reduce_gradients(self) -> None:
         pass
+
+
+class GradientNormPerRank(Trainer):
+    """Each rank adds the norm of all that it holds, so weights that several ranks hold are counted several times."""
+
+    def counts(self, name: str) -> bool:
+        return True
+
+
+class GradientNormOfOneStage(Trainer):
+    """Each stage of the pipeline clips by the norm of its own layers, and the first one prints its own."""
+
+    def gradient_norm(self) -> Tensor:
+        return self.mesh.stage.sum(self.own_squares()).sqrt()
+
+
+class PositionsNotOffset(Trainer):
+    """Each rank counts the positions of its pieces of a sequence from 0."""
+
+    def positions(self) -> Tensor:
+        return torch.arange(len(self.pieces), device=self.job.device)
 
 
 class DecayOnNorms(Trainer):
@@ -121,6 +144,9 @@ FAULTS: Mapping[str, type[Trainer]] = {
     "load_balance_twice": LoadBalanceTwice,
     "rope_base": RopeBase,
     "gradients_not_averaged": GradientsNotAveraged,
+    "gradient_norm_per_rank": GradientNormPerRank,
+    "gradient_norm_of_one_stage": GradientNormOfOneStage,
+    "positions_not_offset": PositionsNotOffset,
     "decay_on_norms": DecayOnNorms,
     "nan_at_step_7": NanAtStep7,
     "truncated": Truncated,
@@ -129,11 +155,14 @@ FAULTS: Mapping[str, type[Trainer]] = {
     "forced_routing": ForcedRouting,
 }
 IN_ALL_ARMS = ("constant_metric", "forced_routing")
-_RANKS = ("dp 2", lambda settings: settings.dp > 1)
+_RANKS = ("dp 2 or cp 2", lambda settings: settings.dp * settings.cp > 1)
 _MICRO_BATCHES = ("two micro-batches a rank", lambda settings: settings.micro_batches > 1)
 NEEDS: Mapping[str, tuple[str, Callable[[Settings], bool]]] = {
     "local_token_count": _RANKS,
     "gradients_not_averaged": _RANKS,
+    "gradient_norm_per_rank": _RANKS,
+    "gradient_norm_of_one_stage": ("pp 2", lambda settings: settings.pp > 1),
+    "positions_not_offset": ("cp 2", lambda settings: settings.cp > 1),
     "mean_of_means": _MICRO_BATCHES,
     "dropped_micro_batch": _MICRO_BATCHES,
     "load_balance_twice": ("a mixture of experts with a load-balance loss", lambda settings: settings.balanced),

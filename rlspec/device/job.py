@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Job:
-    """Rank of `world` data-parallel processes."""
+    """Rank of `world` processes."""
 
     device: torch.device
     rank: int = 0

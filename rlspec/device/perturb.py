@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+
+from rlspec.device.decoder import Decoder
 
 
-def apply(model: nn.Module, asked: Mapping[str, Any]) -> None:
+def apply(model: Decoder, asked: Mapping[str, Any]) -> None:
     """`asked` as an arm says it: {weights: 1ulp, seed: 1}. Raises ValueError for any other kind."""
     if asked.get("weights") != "1ulp":
         raise ValueError(f"perturb: weights are moved by 1ulp, not by {asked.get('weights')!r}")
     one_ulp(model, asked["seed"])
 
 
-def one_ulp(model: nn.Module, seed: int) -> None:
-    """Move every fp32 parameter to the next number above or below, as `seed` tosses; the same on every device.
+def one_ulp(model: Decoder, seed: int) -> None:
+    """Move every fp32 parameter to the next number above or below, as `seed` tosses; the same on every device and mesh.
 
     Raises ValueError for parameters of another dtype: next to bf16 values, rounding-level faults would disappear.
     """
@@ -26,7 +27,8 @@ def one_ulp(model: nn.Module, seed: int) -> None:
         raise ValueError(f"perturb: 1ulp moves fp32 master weights; these are {', '.join(wrong)}: master_dtype: fp32")
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            up = torch.randint(0, 2, parameter.shape, generator=generator, dtype=torch.bool)
-            towards = torch.where(up, torch.inf, -torch.inf).to(parameter)
-            parameter.copy_(torch.nextafter(parameter, towards))
+        for _, shape, parameter, rows in model.laid_out():
+            up = torch.randint(0, 2, shape, generator=generator, dtype=torch.bool)
+            if parameter is not None:
+                towards = torch.where(up[rows], torch.inf, -torch.inf).to(parameter)
+                parameter.copy_(torch.nextafter(parameter, towards))

@@ -12,6 +12,7 @@ OF_KIND: Mapping[str, Mapping[str, Any]] = {
     "performance": {"learning_rate": 1e-6, "force_balanced_routing": True},
 }
 ELSEWHERE = ("max_steps", "corpus_samples")  # what the host made `steps` of, and what only lint reads
+AXES = ("pp", "dp", "cp", "ep")
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "kind": tuple(OF_KIND),
     "dtype": ("fp32", "bf16"),
@@ -23,14 +24,19 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Batch sizes in sequences; `dp` processes share a global batch. `corpus` None: the default one."""
+    """Batch sizes in sequences; `dp` replicas, each of pp·cp processes, share a global batch. `corpus` None: the
+    default one.
+    """
 
     kind: str
     model: Mapping[str, Any]
     steps: int
     sequence_length: int
     dtype: str
+    pp: int = 1
     dp: int = 1
+    cp: int = 1
+    ep: int = 1
     global_batch_size: int = 8
     micro_batch_size: int = 1
     start_learning_rate: float = 1e-6
@@ -54,10 +60,20 @@ class Settings:
         if self.global_batch_size % (self.micro_batch_size * self.dp):
             parts = f"micro_batch_size·dp = {self.micro_batch_size}·{self.dp}"
             raise ValueError(f"global_batch_size {self.global_batch_size} is not divisible by {parts}")
+        if self.cp > 1 and self.sequence_length % (2 * self.cp):
+            length = f"sequence_length {self.sequence_length}"
+            raise ValueError(f"mesh: {length} is not divisible by 2·cp = {2 * self.cp}")
+        if (self.dp * self.cp) % self.ep:
+            raise ValueError(f"mesh: ep {self.ep} does not divide dp·cp = {self.dp}·{self.cp}")
+
+    @property
+    def world(self) -> int:
+        """Processes of the job."""
+        return self.pp * self.dp * self.cp
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step on one rank."""
+        """Micro-batches of a step on one replica."""
         return self.global_batch_size // (self.micro_batch_size * self.dp)
 
     @property
@@ -67,12 +83,10 @@ class Settings:
 
 
 def read(config: Mapping[str, Any]) -> Settings:
-    """The settings of a run file's configuration. Raises ValueError for a key or a mesh that this trainer lacks."""
+    """The settings of a run file's configuration. Raises ValueError for a key that this trainer lacks."""
     mesh, model = config["mesh"], config["model"]
-    if axes := [f"{axis} {mesh[axis]}" for axis in ("pp", "cp", "ep") if mesh[axis] != 1]:
-        raise ValueError(f"the embedded trainer is parallel over data alone, and the mesh has {', '.join(axes)}")
     given = {key: value for key, value in config["settings"].items() if key not in ELSEWHERE}
-    known = {field.name for field in fields(Settings)} - {"kind", "model", "steps", "sequence_length", "dtype", "dp"}
+    known = {field.name for field in fields(Settings)} - {"kind", "model", "steps", "sequence_length", "dtype", *AXES}
     if unknown := sorted(set(given) - known):
         raise ValueError(f"unknown setting {unknown[0]!r} of the embedded trainer; known: {', '.join(sorted(known))}")
     if given.get("corpus") is not None:
@@ -83,7 +97,7 @@ def read(config: Mapping[str, Any]) -> Settings:
         steps=config["steps"],
         sequence_length=config["sequence_length"],
         dtype=config["dtype"],
-        dp=mesh["dp"],
+        **{axis: mesh[axis] for axis in AXES},
         **{
             **({"load_balance_type": model["load_balance_type"]} if "load_balance_type" in model else {}),
             **OF_KIND.get(config["kind"], {}),

@@ -1,4 +1,4 @@
-"""Entry of the run files: finds its arm in plan.json, sets what makes runs repeat, trains or judges operators."""
+"""Entry of the run files: finds its arm in plan.json, sets what makes runs repeat, trains, judges operators, or a whole model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
-from rlspec.device import bench, faults, job, operator_harness, settings
+from rlspec.device import bench, chain_bench, chain_harness, faults, job, operator_harness, settings
 from rlspec.device.settings import Settings
 from rlspec.device.trainer import Row
 
@@ -32,6 +32,9 @@ def main(run_file: str, config: Mapping[str, Any]) -> None:
     path = Path(run_file).absolute()
     if config["kind"] == "operators":
         operator_harness.main(bench.bench(path, config, find_arm(path)), _records_of(path))
+        return
+    if config["kind"] == "chain":
+        chain_harness.main(chain_bench.bench(config, find_arm(path)), _records_of(path))
         return
     options, arm = settings.read(config), find_arm(path)
     make_repeatable(options)

@@ -128,3 +128,30 @@ def test_integers_are_below_without_repeats_in_a_row_and_follow_identity():
 
 def test_as_many_integers_as_there_are():
     assert sorted(fills.integers(1, "s0", [3], 8, 8, 0)[0].tolist()) == list(range(8))
+
+
+# A mixture of experts
+
+
+def test_few_experts_get_most_and_some_get_none():
+    found = fills.few_experts(1, "s0", range(2000), 8, 128, 11)
+    load = found.flatten().bincount(minlength=128).view(8, 16).sum(0)
+    assert all(len(set(row)) == 8 for row in found.tolist()) and int(found.min()) == 0
+    assert load[0] > 7000 and load[1] > 3000 and load[2] > 1000 and load[15] == 0
+    assert any(row != sorted(row) for row in found.tolist())  # slots are not in the order of experts
+    assert torch.equal(fills.few_experts(1, "s0", range(7, 9), 8, 128, 11), found[7:9])
+    assert fills.few_experts(1, "s0", range(9), 2, 3, 0).max() < 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("experts", "width", "scale"), [(128, 2048, 2.0**-7), (8, 64, 2.0**-4)])
+def test_tied_logits_are_exact_equal_or_a_unit_of_fp32_apart(experts, width, scale, dtype):
+    plain = fills.parameter("hashed", 1, (experts, width), 10, CPU, dtype)
+    weight = fills.tied_experts(plain, scale)
+    x = fills.tied_tokens(rows(positions=range(60), width=width), range(60)).to(dtype)
+    logits = x.double() @ weight.double().T
+    assert torch.equal(logits, logits.float().double()) and logits.min() > 4 and logits.max() < 8
+    assert torch.equal(logits.float(), (x.float().flip(1) @ weight.float().flip(1).T))  # in any order of the sum
+    first, second, third = (logits[:, place : experts - 2 : 3] for place in range(3))
+    side = torch.arange(60).unsqueeze(1) % 3 - 1
+    assert torch.equal(third, first) and torch.equal((second - first) / fills.TIE, side.expand_as(first).double())

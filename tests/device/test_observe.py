@@ -37,6 +37,16 @@ def test_operators_are_seen_through_modules_views_and_autograd():
     assert {"silu", "silu_backward", "mm", "t"} <= set(made.torch) and len(made.torch) == len(set(made.torch))
 
 
+def test_tables_of_whole_numbers_are_not_what_computes_but_what_looks_up_in_them_is():
+    made, rows = Seen(), torch.arange(6)
+    with made.call(launches=False):
+        int((rows >= 2).sum()), rows.min(), rows + 1
+        assert made.torch == []
+        torch.ones(6).index_add(0, rows, torch.ones(6))
+        torch.ones(6).argmax()
+    assert {"index_add", "argmax", "ones"} <= set(made.torch)
+
+
 def test_nothing_is_seen_outside():
     made = Seen()
     torch.ones(2).exp()

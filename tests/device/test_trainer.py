@@ -18,6 +18,7 @@ from rlspec.device import data, faults, perturb, worker
 from rlspec.device import settings as settings_module
 from rlspec.device.decoder import RouterStatistics
 from rlspec.device.job import Job, join
+from rlspec.device.mesh import Mesh
 from rlspec.device.trainer import BETAS, EPSILON, Balance, Row, Trainer
 from rlspec.model import Arm
 
@@ -214,6 +215,11 @@ def test_a_corpus_that_is_too_small_or_of_another_vocabulary_is_refused(tmp_path
 # Load balance
 
 
+def balance_of(**given):
+    made = settings("tiny-moe", **given)
+    return Balance(made, Mesh.of(made, HERE))
+
+
 def statistics(counts, sums, tokens, top_k=2):
     return RouterStatistics(torch.tensor(counts), torch.tensor(sums), tuple(tokens), top_k)
 
@@ -226,7 +232,7 @@ def test_load_balance_by_hand():
         ([4, 3, 1], [2.0, 1.5, 0.5]), ([2, 2, 4], [1.0, 1.0, 2.0]))]  # fmt: skip
     expected = {"micro-batch": 3 * (f * p).sum(), "sequence": np.mean(by_sequence), "global-batch": 3 * (f * p).sum()}
     for name, value in expected.items():
-        balance = Balance(settings("tiny-moe", load_balance_type=name), HERE)
+        balance = balance_of(load_balance_type=name)
         assert balance.loss(router).item() == pytest.approx(value, rel=1e-6), name
 
 
@@ -234,7 +240,7 @@ def test_global_counts_grow_over_the_step_and_others_do_not():
     even = statistics([[[4, 4, 0]]], [[[2.0, 1.0, 1.0]]], [4])
     odd = statistics([[[0, 4, 4]]], [[[1.0, 1.0, 2.0]]], [4])
     for name, counts in (("global-batch", [4, 8, 4]), ("micro-batch", [0, 4, 4]), ("sequence", [0, 4, 4])):
-        balance = Balance(settings("tiny-moe", load_balance_type=name), HERE)
+        balance = balance_of(load_balance_type=name)
         balance.loss(even)
         expected = 3 * (np.array(counts) / sum(counts) * np.array([1.0, 1.0, 2.0]) / 4).sum()
         assert balance.loss(odd).item() == pytest.approx(expected, rel=1e-6), name
@@ -242,7 +248,7 @@ def test_global_counts_grow_over_the_step_and_others_do_not():
 
 def test_the_load_balance_gradient_goes_through_the_scores_alone():
     sums = torch.tensor([[[2.0, 1.5, 0.5]]], requires_grad=True)
-    loss = Balance(settings("tiny-moe"), HERE).loss(RouterStatistics(torch.tensor([[[4, 3, 1]]]), sums, (4,), 2))
+    loss = balance_of().loss(RouterStatistics(torch.tensor([[[4, 3, 1]]]), sums, (4,), 2))
     (gradient,) = torch.autograd.grad(loss, sums)
     # Less the same for every expert, which scores that add up to one do not feel.
     assert gradient.flatten().tolist() == pytest.approx([3 * (c / 8 - 1 / 3) / 4 for c in (4, 3, 1)], rel=1e-6)
@@ -391,7 +397,9 @@ def test_the_schema_and_the_trainer_know_the_same_settings():
     [
         ({"settings": {"learning_rat": 1.0}}, "unknown setting 'learning_rat'"),
         ({"settings": {"steps": 3}}, "unknown setting 'steps'"),
-        ({"mesh": {"pp": 2, "dp": 1, "cp": 1, "ep": 4}}, "parallel over data alone, and the mesh has pp 2, ep 4"),
+        ({"mesh": {"pp": 1, "dp": 1, "cp": 1, "ep": 2}}, "mesh: ep 2 does not divide dp·cp = 1·1"),
+        ({"mesh": {"pp": 1, "dp": 1, "cp": 5, "ep": 1}}, "mesh: sequence_length 48 is not divisible by 2·cp = 10"),
+        ({"mesh": {"pp": 1, "dp": 3, "cp": 1, "ep": 1}}, "not divisible by micro_batch_size·dp = 1·3"),
         ({"dtype": "fp8"}, "dtype is 'fp8'"),
         ({"settings": {"global_batch_size": 3, "micro_batch_size": 2}}, "not divisible"),
     ],
@@ -402,7 +410,7 @@ def test_settings_that_cannot_be_are_refused(change, message):
 
 
 def test_a_mesh_without_its_processes_is_refused():
-    with pytest.raises(ValueError, match="dp 2, and 1 processes"):
+    with pytest.raises(ValueError, match="pp·dp·cp = 1·2·1 = 2 processes, and 1 were started"):
         Trainer(settings(dp=2), HERE)
 
 

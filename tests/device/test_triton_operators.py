@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlspec.device import reference
+from rlspec.device import canonical, reference
 from rlspec.device import triton_operators as ours
 from rlspec.device.gradients import Identity
-from rlspec.device.operators import Segment, Segments
+from rlspec.device.operators import Dispatch, Segment, Segments
 from tests.kernels.interpreted import compiled, interpreted
 
 OWNERS = ("embedding", "rms_norm", "det_gemm", "lm_head")
@@ -146,6 +146,71 @@ def test_an_id_outside_is_refused_where_the_host_can_see_it(name, wrong):
     tensors[at] = torch.full_like(tensors[at], wrong)
     with pytest.raises(ValueError, match=str(wrong)):
         getattr(ours, name)(*tensors, *rest, **named)
+
+
+EXPERTS, TOP = 5, 2
+ROUTER = {"top_k": TOP, "normalise": True, "logits_dtype": torch.float32}
+
+
+def chosen():
+    generators = (torch.Generator().manual_seed(n) for n in range(ROWS))
+    return torch.stack([torch.randperm(EXPERTS, generator=one)[:TOP] for one in generators])
+
+
+def experts(operators, x, gate, weight):
+    """Weights and experts of the router; what combine makes of a grouped product."""
+    found = operators.router(x, gate, **ROUTER)
+    dispatch = Dispatch.of(found.experts, EXPERTS)
+    rows = operators.grouped_gemm(x[dispatch.tokens], weight, dispatch)
+    return found.probabilities, operators.combine(rows, found.weights, dispatch)
+
+
+@interpreted
+def test_a_mixture_of_experts_is_that_of_the_reference():
+    tensors = [normal(ROWS, 16), normal(EXPERTS, 16, seed=1), normal(EXPERTS, 24, 16, seed=2)]
+    results = []
+    for operators in (ours, reference):
+        leaves = [one.clone().requires_grad_() for one in tensors]
+        out = experts(operators, *leaves)
+        results.append([*out, *torch.autograd.grad(out, leaves, [normal(*one.shape, seed=9) for one in out])])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+    assert {getattr(ours, name).backend for name in ("router", "grouped_gemm", "combine")} == {"triton"}
+
+
+@interpreted
+def test_the_gradients_of_experts_over_calls():
+    x, gate, weight = normal(ROWS, 16), normal(EXPERTS, 16, seed=1), normal(EXPERTS, 24, 16, seed=2)
+    dp, dw, rows, dy = (normal(ROWS, *shape, seed=3) for shape in ((EXPERTS,), (TOP,), (TOP, 16), (TOP, 24)))
+    places = [(sample, position, length) for sample, length in enumerate(LENGTHS) for position in range(length)]
+
+    def total(cuts, operators):
+        both = (
+            operators.router.weight_gradient(gate, lengths=LENGTHS, **ROUTER),
+            operators.grouped_gemm.weight_gradient(weight, lengths=LENGTHS),
+        )
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            here, identity = slice(begin, end), Identity.of(*zip(*places[begin:end], strict=True))
+            both[0].add(x[here], dp[here], identity, dweights=dw[here])
+            both[1].add(rows[here], dy[here], identity, experts=chosen()[here])
+        return [one.finish() for one in both]
+
+    whole = total([0, ROWS], ours)
+    cut = total([0, 5, 12, ROWS], ours)
+    # The router's forward runs again, and the interpreter's product is not invariant.
+    assert torch.equal(cut[1], whole[1])
+    for got, want in zip([cut[0], *whole], [whole[0], *total([0, ROWS], canonical)], strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+@interpreted
+def test_load_statistics_have_the_bits_of_the_plain_ones():
+    scores, pieces = torch.softmax(normal(ROWS, EXPERTS), -1), [(3, 18), (0, 3)]
+    for together in (False, True):
+        found, due = (
+            one.router.statistics(scores, chosen(), pieces, together=together) for one in (ours, canonical)
+        )
+        assert all(torch.equal(got, want) for got, want in zip(found, due, strict=True))
 
 
 @interpreted
