@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import rlspec
+from rlspec import collecting, launch, provenance, repository, runs, slurm
 from rlspec import contract as contracts
-from rlspec import launch, logs, provenance, records, repository, runs
-from rlspec.checks import training
-from rlspec.errors import RunError, SpecError
-from rlspec.model import Run, Spec, Step
+from rlspec.errors import RunError
+from rlspec.model import Spec, Step
 from rlspec.reports import digest, now
 from rlspec.trainers import TRAINERS
 
 PACKAGE = Path(rlspec.__file__).parent
+SLURM_MARGIN = 60.0  # seconds in which a job ends after it was cancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,12 @@ def run(session: Session, step: Step) -> dict[str, Any]:
         step = _beside(step)
     state = _execute(session, step)
     if step is not kept and state["status"] == "done":
-        for mine, theirs in ((step.records, kept.records), (step.log, kept.log)):
+        moved = [(step.records, kept.records), (step.log, kept.log)]
+        exact, former = collecting.beside(session.spec, step), collecting.beside(session.spec, kept)
+        if exact is not None and former is not None:
+            collecting.remove(former)
+            moved.append((exact, former))
+        for mine, theirs in moved:
             if mine.exists():
                 mine.replace(theirs)
         state.update(log=str(kept.log), argv=list(kept.argv))
@@ -114,6 +119,9 @@ def _execute(session: Session, step: Step) -> dict[str, Any]:
     shutil.rmtree(observed, ignore_errors=True)
     observed.mkdir()
     environment = _environment(spec, step, tree, observed)
+    nodes = _nodes(session, step)
+    if nodes is not None:
+        environment |= slurm.environment(nodes, step.time_limit, spec.launch.queue_limit)
     cwd = tree or (spec.repository or spec.path.parent).resolve()
     if broken := _build(session, step, cwd, environment):
         shutil.rmtree(observed, ignore_errors=True)
@@ -123,14 +131,14 @@ def _execute(session: Session, step: Step) -> dict[str, Any]:
     expected = spec.trainer.steps if spec.trainer else None
     progress = launch.Progress(step.arm.name, expected, session.stream)
     progress.start()
-    step.records.unlink(missing_ok=True)  # of an earlier try that failed
+    collecting.clear(session.spec, step)
     try:
         outcome = launch.execute(
             step.argv,
             cwd=cwd,
             environment=environment,
             log=step.log,
-            time_limit=step.time_limit,
+            time_limit=_limit(spec, step),
             on_line=progress.feed,
             on_tick=progress.tick,
         )
@@ -145,16 +153,37 @@ def _execute(session: Session, step: Step) -> dict[str, Any]:
             observed, commit=step.commit, dirty=False if step.commit else None, run_file=step.run_file, tree=tree
         )
         shutil.rmtree(observed, ignore_errors=True)
+    if nodes is not None:
+        told = slurm.result(nodes)
+        seen["slurm"] = told
+        outcome = dataclasses.replace(outcome, reason=told["reason"] or outcome.reason)
     progress.end("done" if outcome.reason is None else "failed")
     return _state_after(session, step, tree, outcome, seen, started)
+
+
+def _nodes(session: Session, step: Step) -> Path | None:
+    """The folder in which the nodes of a slurm job say how they ended; what an earlier try left is no answer."""
+    if session.spec.launch.name != "slurm":
+        return None
+    folder = session.folder.workspace / f"{step.stem}.slurm"
+    folder.mkdir(exist_ok=True)
+    (folder / "result.json").unlink(missing_ok=True)
+    return folder
+
+
+def _limit(spec: Spec, step: Step) -> float | None:
+    """Seconds after which the arm is stopped from here; a slurm job keeps its limit itself, from its start on."""
+    if step.time_limit is None or spec.launch.name != "slurm":
+        return step.time_limit
+    return spec.launch.queue_limit + step.time_limit + SLURM_MARGIN
 
 
 def _environment(spec: Spec, step: Step, tree: Path | None, observed: Path) -> dict[str, str]:
     """The whole environment of an arm: the user's, what observes it, and what the arm declares."""
     inherited = {name: value for name, value in os.environ.items() if name not in repository.REDIRECTS}
     environment = {**inherited, **provenance.environment(tree, observed, inherited, step.environment)}
-    ours = spec.template is not None or (spec.trainer is not None and TRAINERS[spec.trainer.name].own_records)
-    if tree is None and ours:
+    own = spec.trainer is not None and TRAINERS[spec.trainer.name].own_records
+    if tree is None and (own or spec.template is not None or step.arm.template is not None):
         environment["PYTHONPATH"] += f"{os.pathsep}{PACKAGE.parent}"  # run from a checkout, rlspec is not installed
     if tree is not None and spec.template is not None:  # what lies beside the spec is that of the revision
         top = repository.top(spec.path.parent.resolve())
@@ -183,7 +212,7 @@ def _state_after(
     )
     reason = _explain(outcome, step) or _broken_provenance(session, step, tree, seen)
     if reason is None:
-        reason = _collect_records(session.spec, step, state)
+        reason = collecting.collect(session.spec, step, state)
     if reason is not None:
         cause = (outcome.traceback or "").splitlines()[-6:]
         state.update(status="failed", reason=reason, tail=cause or list(outcome.tail))
@@ -242,35 +271,3 @@ def _broken_provenance(session: Session, step: Step, tree: Path | None, seen: di
         return wrong
     installs = not required and session.spec.build  # into the environment, anew for each arm
     return None if installs else provenance.unused_tree(seen, tree)
-
-
-def _collect_records(spec: Spec, step: Step, state: dict[str, Any]) -> str | None:
-    """Turn the log into records; why it cannot be done, or None."""
-    if spec.trainer is not None:
-        own = TRAINERS[spec.trainer.name].own_records
-        try:
-            found = records.read(step.records, step.arm) if own else _read_log(spec, step)
-        except (SpecError, RunError) as error:  # the arm has run, so this is its failure
-            return str(error)
-        if not own:
-            records.write(found, step.records, spec.trainer.reader)
-        state["steps"] = max((len(series.steps) for series in found.series.values()), default=0)
-    if not step.records.is_file():
-        return f"the command wrote no {step.records.name}"
-    state["records_digest"] = digest(step.records)
-    return None
-
-
-def _read_log(spec: Spec, step: Step) -> Run:
-    assert spec.trainer is not None
-    asked = [judgment.metric for judgment in spec.judgments if judgment.metric]
-    usual = training.default_metrics(spec.data)
-    timed = [entry[0] for entry in logs.READERS[spec.trainer.reader].timing.values()]
-    metrics = tuple(dict.fromkeys([*asked, *usual, *timed])) if usual else ()
-    found = logs.read(step.log, spec.trainer.reader, step.arm, metrics=metrics, pattern=spec.trainer.pattern)
-    if spec.trainer.steps is None:
-        return found
-    if found.steps_expected not in (None, spec.trainer.steps):
-        fault = f"the log says that it has {found.steps_expected} steps, the spec says {spec.trainer.steps}"
-        found = dataclasses.replace(found, faults={**found.faults, "*": fault})
-    return dataclasses.replace(found, steps_expected=spec.trainer.steps)

@@ -183,8 +183,6 @@ def init(kind: str) -> None:
     """
     from rlspec import schema
 
-    if kind in schema.LATER:
-        raise errors.SpecError(f"kind {kind!r} comes in a later version; now: {', '.join(schema.KINDS)}")
     if kind not in schema.KINDS:
         raise errors.SpecError(f"unknown kind {kind!r}; {schema.suggestion(kind, schema.KINDS)}")
     path = Path(__file__).parent / "templates" / kind / "init.yaml"
@@ -486,6 +484,38 @@ def judge(
     raise SystemExit(_report(made, outputs, verbose, investigate_ok, blocked_ok, again))
 
 
+@main.command()
+@click.argument("path", type=PATHS)
+@click.option("--good", required=True, metavar="REV", help="A commit that is known to be right; the base arms run it.")
+@click.option("--bad", required=True, metavar="REV", help="A later commit, which is expected to FAIL.")
+@click.option("--resume", is_flag=True, help="Go on with the newest search of the same spec and ends.")
+@_set
+def bisect(path: Path, good: str, bad: str, resume: bool, overrides: tuple[str, ...]) -> None:
+    """Find the commit at which the verdict of the spec at PATH turns.
+
+    The spec is of kind correctness. Its base arms run once, at --good; the
+    bad end and then each midpoint is one feature arm against them, so 32
+    commits take 6 feature arms. A commit that cannot run is skipped; a
+    midpoint that stays INVESTIGATE ends the search.
+
+    Exit 0: one commit is named. 3: it stopped, or skipped commits leave
+    several. 4: the verdict does not turn, or an end cannot run.
+    """
+    from rlspec import bisecting, launch
+
+    _repair([path])
+    documents = _linted([path], overrides)
+    if len(documents) != 1:
+        raise errors.SpecError(f"{path} holds {len(documents)} specs; name one")
+    try:
+        words, code = bisecting.bisect(documents[0], good, bad, overrides, resume, sys.stderr, _width())
+    except launch.Interrupted as interrupted:
+        click.echo("interrupted; the same command with --resume goes on with what is left", err=True)
+        raise SystemExit(interrupted.exit_code) from None
+    click.echo(words)
+    raise SystemExit(code)
+
+
 @main.command(name="report")
 @click.argument("run")
 @_outputs
@@ -515,7 +545,9 @@ def report_(run: str, outputs: tuple[Path, ...], verbose: bool, portable: bool) 
 @main.command(name="list")
 @click.argument(
     "what",
-    type=click.Choice(["models", "operators", "contracts", "workloads", "trainers", "readers", "judgments", "runs"]),
+    type=click.Choice(
+        ["models", "operators", "contracts", "workloads", "trainers", "engines", "readers", "judgments", "runs"]
+    ),
 )
 def list_(what: str) -> None:
     """List what there is of one sort, a line each.
@@ -531,7 +563,7 @@ def list_(what: str) -> None:
 @main.command()
 @click.argument("name")
 def explain(name: str) -> None:
-    """Explain a lint rule, a judgment or a contract row.
+    """Explain a lint rule, a judgment, a contract row or an engine.
 
     NAME is such as RL203, drift, training (all rows) or training/drift.
     """

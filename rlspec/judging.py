@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlspec import chain_records, logs, measurements, pipeline, runs, schema, workloads
 from rlspec import contract as contracts
-from rlspec import logs, measurements, pipeline, runs, schema, workloads
 from rlspec.arms import state_of
 from rlspec.checks import CHECKS
 from rlspec.errors import RunError, SpecError
@@ -162,7 +162,7 @@ def _distinct(paths: Sequence[Path], folders: bool = False) -> None:
 
 def _inodes(path: Path) -> set[tuple[int, int]]:
     """What tells a file, or the files of a folder, whatever their names are."""
-    files = [path] if path.is_file() else [path, *path.iterdir()]
+    files = [path] if path.is_file() else [path, *path.rglob("*")]
     return {(file.stat().st_dev, file.stat().st_ino) for file in files}
 
 
@@ -192,7 +192,8 @@ def _planned_spec(planned: Mapping[str, Any]) -> Spec:
     given, data = planned["spec"], dict(planned["spec"]["data"])
     if planned.get("workload"):
         workload = planned["workload"]
-        data |= {"workload": workload.get("data", workload), "operators": planned["operators"]}
+        data |= {"workload": workload.get("data", workload)}
+        data |= {name: planned[name] for name in ("operators", "chain") if planned.get(name)}
     document = Document(path=Path(given["path"]), data=data, keys={}, values={}, digest=given["digest"])
     return CHECKS[planned["kind"]].parse(document)
 
@@ -209,14 +210,15 @@ def _planned_contract(path: Path, planned: Mapping[str, Any], name: str | None) 
 
 def _from_measured(path: Path, given: dict[str, Any], contract_name: str | None) -> dict[str, Any]:
     """Judge the cells of a report again, from the numbers in it. Raises RunError if they were touched."""
-    lacking = [name for name in ("seal", "workload", "operators", "contract", "spec") if not given.get(name)]
-    if lacking or given["kind"] != "operators" or "data" not in given["spec"] or "rows" not in given["contract"]:
+    own = {"operators": "operators", "chain": "chain"}.get(given["kind"], "operators of that kind")
+    lacking = [name for name in ("seal", "workload", own, "contract", "spec") if not given.get(name)]
+    if lacking or "data" not in given["spec"] or "rows" not in given["contract"]:
         raise RunError(f"{path} holds measurements, but not all that their verdicts are derived from")
     if measurements.seal(given) != given["seal"]:
         raise RunError(
             f"{path} has been edited since: what its verdicts are derived from does not have the seal beside it"
         )
-    measurements.check(path, given["measured"])
+    (chain_records if own == "chain" else measurements).check(path, given["measured"])
     workload = given["workload"]
     if workloads.digest(workload["data"]) != workload["digest"]:
         raise RunError(f"{path}: the workload has been edited since: it does not have the digest beside it")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlspec import failure
+from rlspec import failure, slurm
 from rlspec.child import Child
 from rlspec.errors import SpecError
 from rlspec.failure import could_not_run
@@ -41,28 +41,44 @@ def _local(launch: Launch, command: Sequence[str]) -> tuple[str, ...]:
     return tuple(command)
 
 
-def _torchrun(launch: Launch, command: Sequence[str]) -> tuple[str, ...]:
+def _for_ranks(launch: Launch, command: Sequence[str]) -> tuple[str, list[str]]:
+    """The interpreter, and what torchrun starts with it: a script, or -m MODULE."""
     python, *rest = command
     if not PYTHON.fullmatch(Path(python).name):
-        raise SpecError(f"launch torchrun: the command must begin with a Python interpreter, this one with {python!r}")
-    if launch.nodes != 1:
-        raise SpecError(f"launch torchrun: starts one node, nodes is {launch.nodes}; more than one needs slurm")
+        raise SpecError(
+            f"launch {launch.name}: the command must begin with a Python interpreter, this one with {python!r}"
+        )
     if rest[:1] == ["-u"]:  # torchrun starts its ranks unbuffered by itself
         rest = rest[1:]
     if not rest:
-        raise SpecError("launch torchrun: the command names no script to run")
+        raise SpecError(f"launch {launch.name}: the command names no script to run")
     if rest[0].startswith("-") and rest[0] != "-m":
         raise SpecError(
-            f"launch torchrun: interpreter option {rest[0]!r} would not reach the ranks; "
+            f"launch {launch.name}: interpreter option {rest[0]!r} would not reach the ranks; "
             "use a script or -m MODULE, and set PYTHON… variables in the arm's environment"
         )
+    return python, rest
+
+
+def _torchrun(launch: Launch, command: Sequence[str]) -> tuple[str, ...]:
+    if launch.nodes != 1:
+        raise SpecError(f"launch torchrun: starts one node, nodes is {launch.nodes}; more than one needs slurm")
+    python, rest = _for_ranks(launch, command)
     processes = ("--nnodes", "1", "--nproc-per-node", str(launch.processes_per_node))
     free_port = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
     return (python, "-m", "torch.distributed.run", *processes, *free_port, *rest)
 
 
 def _slurm(launch: Launch, command: Sequence[str]) -> tuple[str, ...]:
-    raise SpecError("launch slurm: this version cannot start slurm jobs yet; use local or torchrun")
+    python, rest = _for_ranks(launch, command)
+    return slurm.argv(
+        python,
+        rest,
+        nodes=launch.nodes,
+        processes=launch.processes_per_node,
+        gpus=launch.gpus,
+        options=launch.options,
+    )
 
 
 LAUNCHERS: Mapping[str, Callable[[Launch, Sequence[str]], tuple[str, ...]]] = {

@@ -50,7 +50,7 @@ def lint(paths: Iterable[Path], overrides: Sequence[str] = ()) -> tuple[list[Doc
         if read is not None and overrides:
             read = override(read, overrides)
         if read is not None:
-            found = _spec(read)
+            found = problems_of(read)
             specs.append(read)
         problems += found
     broken = {problem.path for problem in problems if problem.severity == "error"}
@@ -59,7 +59,8 @@ def lint(paths: Iterable[Path], overrides: Sequence[str] = ()) -> tuple[list[Doc
     return sound, sorted(problems, key=lambda p: (str(p.path), p.line, p.column, p.rule))
 
 
-def _spec(read: Document) -> list[Problem]:
+def problems_of(read: Document) -> list[Problem]:
+    """What the schema and the rules of its kind have against a spec that is data already."""
     problems = schema.check_spec(read)
     kind = read.data.get("kind") if isinstance(read.data, dict) else None
     if isinstance(kind, str) and kind in CHECKS:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rlspec import catalog, cells, contract, linting, logs, machine, nodes, runs, schema, workloads
-from rlspec.checks import CHECKS, common, training
+from rlspec.checks import CHECKS, chain, common
+from rlspec.engines import ENGINES, EXECUTIONS
 from rlspec.errors import RunError, SpecError
 from rlspec.model import Document, Row
 from rlspec.rules import RULES
@@ -31,6 +32,9 @@ JUDGMENTS: dict[str, tuple[str, str]] = {
         "operators",
         "gradients in every layout against those of one packed batch, to the bit",
     ),
+    "train_inference_parity": ("chain", "log-probs as a trainer has them against those of prefill, decode and rescore"),
+    "decode_prefill": ("chain", "logits of decoded tokens and of prefixes against those of one prefill of the whole"),
+    "kv_cache": ("chain", "what is read against what was written, cursors, pads, attention through the cache"),
     "max_abs_dlogp": ("parity", "max |d| over all tokens, d = train − rollout log-prob"),
     "mean_abs_dlogp": ("parity", "mean |d| over all tokens"),
     "approx_kl": ("parity", "mean(exp d − 1 − d): an estimate of KL(rollout ‖ train) that is never negative"),
@@ -103,6 +107,7 @@ _ROWS: dict[str, Callable[[Path], list[tuple[str, ...]]]] = {
     "workloads": _workloads,
     "runs": _runs,
     "trainers": lambda near: [(name, entry.about) for name, entry in TRAINERS.items()],
+    "engines": lambda near: [(name, ", ".join(engine.executions), engine.about) for name, engine in ENGINES.items()],
     "readers": lambda near: [
         (name, reader.units, reader.resolution, reader.about) for name, reader in logs.READERS.items()
     ],
@@ -122,6 +127,9 @@ def explain(name: str, near: Path) -> str:
     if name in cells.MEANING:
         said = f"{name}: a cell of an operator spec, {cells.CATEGORIES[name]}: {cells.MEANING[name]}"
         return textwrap.fill(said, 78)
+    if name in ENGINES:
+        return "\n\n".join([f"{name}: {ENGINES[name].about}; package {ENGINES[name].package}",
+                            *(_indented(f"{one}: {EXECUTIONS[one]}") for one in ENGINES[name].executions)])  # fmt: skip
     if name in JUDGMENTS:
         kind, about = JUDGMENTS[name]
         rows = [row for row in contract.load(common.CONTRACTS[kind], near).rows
@@ -173,8 +181,6 @@ def doctor(paths: Sequence[Path]) -> str:
 
 def _prospects(document: Document) -> str:
     spec = CHECKS[document.data["kind"]].parse(document)
-    if reasons := machine.unmet(spec.requires):
+    if reasons := chain.unmet(spec) if spec.chain else machine.unmet(spec.requires):
         return f"BLOCKED: {'; '.join(reasons)}"
-    if spec.trainer is not None and (reason := training.cannot_run(spec)):
-        return reason
     return "can run: this machine meets what it requires" if spec.requires else "can run: it requires nothing special"

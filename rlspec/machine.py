@@ -8,7 +8,10 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from rlspec import nvcc
 
 _GPU = re.compile(
     r"\s*(?P<name>.+?)\s*,\s*(?P<major>\d+)\.(?P<minor>\d+)\s*,\s*(?:(?P<mib>\d+)|[^,]*?)\s*,\s*(?P<driver>\S+)\s*",
@@ -49,11 +52,13 @@ def _output(argv: list[str]) -> str:
     return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else ""
 
 
-def unmet(requires: Mapping[str, Any]) -> list[str]:
-    """Each requirement that this machine does not meet, as a sentence."""
+def unmet(requires: Mapping[str, Any], *, pinned: bool = False) -> list[str]:
+    """Each requirement that this machine does not meet, as a sentence. `pinned`: the spec has weights with pins."""
     reasons = [f"program {name!r} is not on PATH" for name in requires.get("commands", ()) if not shutil.which(name)]
-    if requires.get("pinned_weights"):
-        reasons.append("pinned weights are needed, and this version has none")
+    if requires.get("pinned_weights") and not pinned:
+        reasons.append("pinned weights are needed, and the spec has none")
+    reasons += [f"package {name!r} is not installed here" for name in requires.get("packages", ()) if not version(name)]
+    reasons += [f"there is no folder {name} with weights" for name in requires.get("weights", ()) if not _holds(name)]
     wants_gpu = requires.get("device") == "cuda" or {"capability", "gpus", "memory_gib"} & set(requires)
     if not wants_gpu:
         return reasons
@@ -75,6 +80,10 @@ def unmet(requires: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
+def _holds(folder: str) -> bool:
+    return (Path(folder) / "config.json").is_file()
+
+
 def version(distribution: str) -> str | None:
     """The installed version, without importing anything."""
     try:
@@ -92,6 +101,6 @@ def facts() -> list[tuple[str, str]]:
         rows.append(("driver", here[0].driver))
     for label, name in (("torch", "torch"), ("triton", "triton"), ("wandb", "wandb")):
         rows.append((label, version(name) or "not installed"))
-    for label, command in (("git", "git"), ("nvcc", "nvcc"), ("slurm", "srun")):
+    for label, command in (("git", "git"), ("slurm", "srun")):
         rows.append((label, shutil.which(command) or "not on PATH"))
-    return rows
+    return [*rows, ("nvcc", nvcc.find() or "not on PATH"), ("kernels", nvcc.state())]

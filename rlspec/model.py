@@ -58,11 +58,17 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How the processes of a step start."""
+    """How the processes of a step start; the last three fields are slurm's, the limit is in seconds.
+
+    `gpus` says that each process gets a GPU, `options` are words for srun or sbatch.
+    """
 
     name: str = "local"
     nodes: int = 1
     processes_per_node: int = 1
+    gpus: bool = False
+    options: tuple[str, ...] = ()
+    queue_limit: float = 14400.0
 
     @property
     def world_size(self) -> int:
@@ -71,7 +77,10 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """The program that trains; `template`, `command`, `reader` and `steps` are the user's for trainer `command`."""
+    """The program that trains; `template`, `command`, `reader` and `steps` are the user's for trainer `command`.
+
+    `suffix` names what a run leaves beside its records for the reader; without it the log is read.
+    """
 
     name: str
     settings: Mapping[str, Any]
@@ -79,12 +88,16 @@ class Trainer:
     command: tuple[str, ...] = ()
     reader: str = ""
     pattern: str | None = None
+    suffix: str | None = None
     steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One run of the plan. Whatever differs between arms is in here and nowhere else."""
+    """One run of the plan. Whatever differs between arms is in here and nowhere else.
+
+    `template`: of its run file, where each arm has one of its own; `engine`, `settings` and `weights` fill it in.
+    """
 
     name: str
     role: str
@@ -92,8 +105,13 @@ class Arm:
     implementation: str | Mapping[str, str] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     perturb: Mapping[str, Any] | None = None
+    fault: str | None = None
     command: tuple[str, ...] = ()
     records: str | None = None
+    engine: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    template: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +158,7 @@ class Spec:
     repository: Path | None = None
     template: Path | None = None
     workload: Mapping[str, Any] = field(default_factory=dict)
+    chain: Mapping[str, Any] = field(default_factory=dict)
     isolation: Literal["worktree", "checkout"] = "worktree"
     build: tuple[tuple[str, ...], ...] = ()
     time_limit: float | None = None

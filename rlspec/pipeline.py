@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import rlspec
 from rlspec import (
     arms,
+    chain_records,
     launch,
     machine,
     measurements,
@@ -25,15 +26,9 @@ from rlspec import (
     runs,
 )
 from rlspec import contract as contracts
-from rlspec.checks import CHECKS, operators, training
+from rlspec.checks import CHECKS, chain, operators
 from rlspec.errors import RunError, SpecError
 from rlspec.model import Document, Result, Spec, Step, Verdict
-
-
-def startable(spec: Spec) -> None:
-    """Raises SpecError if this version cannot start the spec's arms."""
-    if spec.trainer is not None and (reason := training.cannot_run(spec)):
-        raise SpecError(f"{spec.path}: {reason}")
 
 
 def resolve_revisions(spec: Spec) -> tuple[Path | None, dict[str, str]]:
@@ -54,13 +49,12 @@ def check(document: Document, options: arms.Options) -> tuple[Spec, contracts.Co
     """What can be known before anything is written: the spec, its contract, unmet requirements. Raises SpecError."""
     spec = CHECKS[document.data["kind"]].parse(document)
     contract = contracts.load(spec.contract, spec.path.parent)
-    startable(spec)
     _known_arms(spec, options)
     _earlier(spec, options, runs.root(Path.cwd().resolve()))
-    blocked = machine.unmet(spec.requires)
+    blocked = chain.unmet(spec) if spec.chain else machine.unmet(spec.requires)
     if not blocked:
         resolve_revisions(spec)
-        if spec.run_template is not None:
+        if render.has_files(spec):
             render.check(spec, contract)
     return spec, contract, blocked
 
@@ -187,7 +181,7 @@ def _filled(session: arms.Session, step: Step) -> Step:
 
 def _write_plan(session: arms.Session, steps: Sequence[Step]) -> None:
     spec, contract = session.spec, session.contract
-    digest = render.write(spec, steps, contract)
+    digests = render.write(spec, steps, contract)
     named = {arm["name"] for arm in spec.data["arms"]}
     data = {
         "schema_version": 1,
@@ -205,7 +199,8 @@ def _write_plan(session: arms.Session, steps: Sequence[Step]) -> None:
             "rows": [contracts.plain(row) for row in contract.rows],
         },
         "workload": dict(spec.workload) or None,
-        "operators": list(operators.chosen(spec)) if spec.workload else None,
+        "operators": list(operators.chosen(spec)) if spec.workload and not spec.chain else None,
+        "chain": dict(spec.chain) or None,
         "arms": [
             {
                 "name": step.arm.name,
@@ -213,12 +208,13 @@ def _write_plan(session: arms.Session, steps: Sequence[Step]) -> None:
                 "stem": step.stem,
                 "revision": step.arm.revision,
                 "commit": step.commit,
-                "run_file_digest": digest,
+                "run_file_digest": digests.get(step.arm.name),
                 "argv": list(step.argv),
                 "environment": dict(step.environment),
                 "perturb": dict(step.arm.perturb) if step.arm.perturb else None,
                 "implementation": _plain(step.arm.implementation),
-                "reader": [spec.trainer.reader, spec.trainer.pattern, spec.trainer.steps] if spec.trainer else [],
+                "fault": step.arm.fault,
+                "reader": _reader(spec),
                 "build": [list(command) for command in spec.build],
                 "added": step.arm.name not in named,
             }
@@ -311,6 +307,14 @@ def _execute(session: arms.Session, steps: Sequence[Step], stack: contextlib.Exi
         stopped = state["status"] != "done" and (not options.keep_going or bool(state.get("halt")))
 
 
+def _reader(spec: Spec) -> list[Any]:
+    """What reads an arm, as far as an arm of another run must agree in it."""
+    if spec.trainer is None:
+        return []
+    suffix = [spec.trainer.suffix] if spec.trainer.suffix else []
+    return [spec.trainer.reader, spec.trainer.pattern, spec.trainer.steps, *suffix]
+
+
 def _plain(implementation: str | Mapping[str, str] | None) -> str | dict[str, str] | None:
     return dict(implementation) if isinstance(implementation, Mapping) else implementation
 
@@ -336,7 +340,8 @@ def _result(spec: Spec, step: Step, state: Mapping[str, Any] | None) -> Result:
         return Result(arm=step.arm, records=step.records)
     try:
         if spec.workload:
-            return Result(arm=step.arm, records=step.records, measured=measurements.read(step.records, step.arm.name))
+            reader = chain_records if spec.chain else measurements
+            return Result(arm=step.arm, records=step.records, measured=reader.read(step.records, step.arm.name))
         found = records.read(step.records, step.arm)
     except RunError as error:
         return Result(arm=step.arm, records=step.records, failure=str(error))

@@ -26,7 +26,14 @@ def launch(data: Mapping[str, Any]) -> Launch:
     if data.get("name", "local") == "local":
         return Launch()
     per_node = data.get("processes_per_node") or data.get("gpus_per_node") or 1
-    return Launch(name=data["name"], nodes=data.get("nodes", 1), processes_per_node=per_node)
+    return Launch(
+        name=data["name"],
+        nodes=data.get("nodes", 1),
+        processes_per_node=per_node,
+        gpus="gpus_per_node" in data,
+        options=tuple(data.get("options", ())),
+        queue_limit=seconds(data.get("queue_limit")) or Launch().queue_limit,
+    )
 
 
 def mesh(data: Mapping[str, Any], world: int) -> Mesh:
@@ -48,8 +55,11 @@ def mesh_problem(pp: int, cp: int, ep: int, world: int) -> str | None:
 def tag(spec: Spec) -> str:
     """Mesh, length and dtype, defaults included, and a mark where the settings leave the fixture of the kind.
 
-    Of operators: workload and dtype, which also keeps a run file from being named as a package that it imports.
+    Of operators: workload and dtype, of engines the dtype, which also keeps a run file from being named as a package
+    that it imports.
     """
+    if any(arm.template for arm in spec.arms):
+        return spec.dtype
     if spec.workload:
         return f"{spec.workload['name']}-{spec.dtype}"
     if spec.trainer is None:
@@ -78,14 +88,14 @@ def steps(spec: Spec, workspace: Path, logging: Path) -> tuple[Step, ...]:
 def step(spec: Spec, arm: Arm, workspace: Path, logging: Path) -> Step:
     spelled = tag(spec)
     stem = f"{spelled}-{arm.name}" if spelled else arm.name
-    template = spec.run_template
+    template = arm.template or spec.run_template
     suffix = run_file_suffix(template) if template else None
     run_file = workspace / f"{stem}{suffix}" if suffix else None
     records = workspace / f"{stem}.records.jsonl"
     if arm.records:
         records = (spec.path.parent / arm.records).resolve()
     command = arm.command or (spec.trainer.command if spec.trainer else ())
-    if spec.template is not None:
+    if spec.template is not None or arm.template is not None:
         command = ("{python}", "{run_file}")
     return Step(
         tag=spelled,

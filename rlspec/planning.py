@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from rlspec import chains, launch, nodes, pipeline, plan, render, runs, schema, workloads
 from rlspec import contract as contracts
-from rlspec import launch, nodes, pipeline, plan, render, runs, schema, workloads
-from rlspec.checks import CHECKS, common, operators, training
+from rlspec.checks import CHECKS, chain, common, operators
 from rlspec.errors import SpecError
 from rlspec.model import Document, Judgment, Row, Spec, Step
 from rlspec.report.text import wrap
@@ -24,7 +24,7 @@ def text(document: Document, width: int = 80) -> str:
     spec = check.parse(document)
     contract = contracts.load(spec.contract, spec.path.parent)
     top, commits = pipeline.resolve_revisions(spec)
-    if spec.run_template is not None:
+    if render.has_files(spec):
         render.check(spec, contract)
     below = runs.below(spec.kind, spec.model) / f"{RUN}-{spec.path.stem}"
     steps = check.expand(spec, Path("workspace") / below, Path("logging") / below)
@@ -62,9 +62,12 @@ def _resolved(spec: Spec, contract: contracts.Contract, top: Path | None, width:
             "settings": _flat(trainer.settings),
             "launch": f"{how.name}, {processes}",
         }
-    if spec.workload:
+    if spec.chain:
+        fields |= _chain(spec)
+    elif spec.workload:
         fields |= {"workload": _workload(spec), "operators": ", ".join(operators.chosen(spec))}
     fields |= {
+        "tokens": str(spec.data.get("tokens", "")),
         "time limit": f"{spec.data['time_limit']} an arm" if spec.time_limit else "",
         "requires": _flat(spec.requires),
         "repository": f"{top}, isolation {spec.isolation}" if top else "",
@@ -72,8 +75,6 @@ def _resolved(spec: Spec, contract: contracts.Contract, top: Path | None, width:
         "expect": f"{spec.expect.status} {_flat(spec.expect.judgments)}".strip() if spec.expect else "",
     }
     fields["by default"] = ", ".join(_defaults(spec))
-    if trainer is not None and (reason := training.cannot_run(spec)):
-        fields["note"] = reason
     for name, value in fields.items():
         yield from _field(name, value, width) if value else ()
 
@@ -82,6 +83,23 @@ def _workload(spec: Spec) -> str:
     made = workloads.of(spec.workload)
     tiers = ", ".join(f"{tier.name} ({tier.tokens} tokens, {tier.active} active)" for tier in made.tiers)
     return f"{made.name}, digest {made.digest[:12]}; {tiers}"
+
+
+def _chain(spec: Spec) -> dict[str, str]:
+    asked, sizes = chains.asked(workloads.of(spec.workload)), chains.sizes(spec.chain["model"])
+    given = {key: value for key, value in spec.chain["weights"].items() if key != "pins"}
+    due = sum(1 for _ in chains.expected(asked, sizes, [j.check for j in spec.judgments], spec.chain["cells"]))
+    need = chains.memory(asked, sizes, bits=32 if spec.dtype == "fp32" else 16)
+    return {
+        "workload": _workload(spec),
+        "cells": ", ".join(cell.name for cell in chains.cells(asked, spec.chain["cells"])),
+        "decode": ", ".join(case.name for case in asked.decode),
+        "weights": f"{_flat(given)}; {sizes.count:,} in {len(sizes.parameters)} tensors",
+        "rounding": f"profile {spec.chain['profile']}, {spec.dtype}",
+        "comparisons": f"{due:,} an arm",
+        "memory": f"at least {need.least / 2**30:.0f} GiB on the device, {need.resident / 2**30:.0f} GiB to say of each "
+        "gradient how much differs",
+    }
 
 
 def _flat(values: Mapping[str, object]) -> str:
@@ -131,6 +149,9 @@ def _title(judgment: Judgment) -> str:
 
 
 def _terms(judgment: Judgment, spec: Spec, contract: contracts.Contract) -> list[str]:
+    if spec.chain:
+        row = chain.row(spec, judgment.check, contract)
+        return [f"{_limits(row)} ({row.id})"]
     if spec.workload:
         return _by_class(judgment, spec, contract)
     names = common.row_names({"check": judgment.check, "judge": judgment.judge})
@@ -174,6 +195,8 @@ def _arm(spec: Spec, step: Step, commits: Mapping[str, str], width: int) -> Iter
     source = f"{arm.revision} = {commits[arm.revision][:12]}" if arm.revision else "the files as they lie here"
     if arm.records:
         source = f"the file {arm.records}"
+    if arm.engine:
+        source = f"engine {arm.engine}, {_flat(_given(arm.settings))}; weights {_flat(arm.weights)}"
     if arm.implementation:
         named = arm.implementation if isinstance(arm.implementation, str) else _flat(arm.implementation)
         source += f", implementation {named}"
@@ -187,6 +210,10 @@ def _arm(spec: Spec, step: Step, commits: Mapping[str, str], width: int) -> Iter
         yield from _field("", f"$ {shlex.join(_command(spec, step))}", width)
 
 
+def _given(settings: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in settings.items() if value not in (None, {}, False)}
+
+
 def _command(spec: Spec, step: Step) -> Sequence[str]:
     """With short names of files, which `_files` lists, and as the launcher would start it if this version can."""
     run_file = step.run_file.name if step.run_file else ""
@@ -196,14 +223,20 @@ def _command(spec: Spec, step: Step) -> Sequence[str]:
         for hole, value in holes.items():
             word = word.replace(hole, value)
         words.append(word)
-    return words if spec.launch.name == "slurm" else launch.argv(spec.launch, words)
+    if spec.launch.name != "slurm":
+        return launch.argv(spec.launch, words)
+    how = spec.launch
+    gpus = [f"--gpus-per-node={how.processes_per_node}"] if how.gpus else []
+    ranks = ["torchrun", f"--nnodes={how.nodes}", f"--nproc-per-node={how.processes_per_node}"]
+    return ["srun", f"--nodes={how.nodes}", *gpus, *how.options, *ranks, *words[1:]]
 
 
 def _files(spec: Spec, steps: Sequence[Step], width: int) -> Iterator[str]:
     first = steps[0]
     stem = f"{first.tag}-<arm>" if first.tag else "<arm>"
     starts = spec.trainer is not None or any(step.argv for step in steps)
-    own = [first.run_file.suffix if first.run_file else "", ".records.jsonl" if starts else "", ".provenance.json"]
+    run_file = next((step.run_file for step in steps if step.run_file), None)
+    own = [run_file.suffix if run_file else "", ".records.jsonl" if starts else "", ".provenance.json"]
     yield "files"
     yield from wrap(f"{first.provenance.parent}/", width, "  ")
     yield from wrap("plan.json report.json", width, "    ")
@@ -224,7 +257,8 @@ def _cost(spec: Spec, width: int) -> Iterator[str]:
     if spec.time_limit:
         hours = spec.time_limit / 3600 * world
         more = f", and {hours:.3g} for each added run" if extra else ""
-        bound = f"at most {hours * arms:.3g} process-hours (arms × processes × time_limit){more}"
+        unit = "GPU" if spec.launch.gpus else "process"
+        bound = f"at most {hours * arms:.3g} {unit}-hours (arms × processes × time_limit){more}"
     yield "cost"
     yield from wrap(f"{_count(arms, 'arm')} of {_count(world, 'process', 'processes')}{extra}", width, "  ")
     yield from wrap(bound, width, "  ")
@@ -234,8 +268,7 @@ def render_files(document: Document) -> list[Path]:
     """Write the run files of a spec into a new run folder. Raises SpecError if it has none, or they cannot be made."""
     check = CHECKS[document.data["kind"]]
     spec = check.parse(document)
-    pipeline.startable(spec)
-    if spec.run_template is None:
+    if not render.has_files(spec):
         raise SpecError(f"{spec.path} has no run files: no template is named in it")
     contract = contracts.load(spec.contract, spec.path.parent)
     render.check(spec, contract)

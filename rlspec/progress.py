@@ -18,6 +18,7 @@ STEP = re.compile(
     rb"(?:[\s:=]*(\d{1,12})\s*/\s*(\d{1,12})\b|\s*[:=]\s*(\d{1,12})\b)",
     re.IGNORECASE,
 )
+SUMMARY = b"train_loss"  # of a whole run, in the last dict of transformers' Trainer
 LOSS = re.compile(
     rb"(?<![\w-])(?<!balancing )(?<!balance )(?:cross-entropy-|lm[ _]|train_)?loss[\"']?\s*[:=]?\s*[\"']?"
     rb"([-+]?(?:nan|inf|\d+(?:\.\d*)?(?:e[-+]?\d+)?))\b",
@@ -72,6 +73,8 @@ class Progress:
     def feed(self, line: bytes) -> None:
         line = _plain(line)
         found, loss = step_of(line), LOSS.search(line)
+        if line.startswith(b"{") and SUMMARY in line:
+            loss = None
         if found is not None:
             self._numbered = True
             self._of = self._expected or found[1] or self._of

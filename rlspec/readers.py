@@ -107,7 +107,8 @@ READERS: dict[str, Reader] = {
         resolution="4 digits; the trainer state all",
         form=lambda _: Dicts(),
         metrics=("loss", "grad_norm"),
-        timing={},
+        timing=_CUSTOM,
+        throughput_scope="job",
     ),
     "nanotron": Reader(
         name="nanotron",

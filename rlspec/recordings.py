@@ -40,7 +40,7 @@ class Recording(Format):
 
     @abstractmethod
     def files(self, path: Path) -> Sequence[Path]:
-        """The files that a folder stands for. SpecError where it holds none, or more than can be one run."""
+        """The files that a folder, or the only one below it, stands for. SpecError where it is not clear which."""
 
     @abstractmethod
     def lines(self, path: Path) -> Iterator[Line]:
@@ -83,11 +83,11 @@ class EventFiles(Recording):
     def files(self, path: Path) -> Sequence[Path]:
         if not path.is_dir():
             return [path]
-        found = sorted(path.glob("*tfevents*"))
-        if not found:
-            below = sorted(one.parent for one in path.rglob("*tfevents*"))
-            hint = f"; {below[0]} has some" if below else ""
-            raise SpecError(f"{path} holds no event file (*tfevents*){hint}")
+        folders = sorted({file.parent for file in path.rglob("*tfevents*")})
+        if len(folders) != 1 and path not in folders:
+            named = f", but {len(folders)} folders with some: name one, such as {folders[0]}" if folders else ""
+            raise SpecError(f"{path} holds no event file (*tfevents*){named}")
+        found = sorted((path if path in folders else folders[0]).glob("*tfevents*"))
         if len(found) > 1:
             self._notes.append(f"{len(found)} event files of one folder are read as one run")
         return found

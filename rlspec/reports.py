@@ -11,8 +11,8 @@ from typing import Any
 import rlspec
 from rlspec import contract as contracts
 from rlspec import measurements, plan, runs, verdicts, workloads
-from rlspec.checks import operators
-from rlspec.model import Result, Row, Spec, Step, Verdict
+from rlspec.checks import chain, operators
+from rlspec.model import Expect, Result, Row, Spec, Step, Verdict
 
 
 def now() -> str:
@@ -24,9 +24,9 @@ def digest(path: Path) -> str:
     """SHA-256 of a file, of a folder that of the names and contents of its files."""
     made = hashlib.sha256()
     if path.is_dir():
-        for inner in sorted(path.iterdir()):
+        for inner in sorted(path.rglob("*")):
             if inner.is_file():
-                made.update(f"{inner.name}\0{digest(inner)}\0".encode())
+                made.update(f"{inner.relative_to(path)}\0{digest(inner)}\0".encode())
         return made.hexdigest()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -71,6 +71,7 @@ def build(
     }
     if spec.workload:
         report |= _measured(spec, contract, results)
+        report["notes"] += chain.remarks(spec) if spec.chain else []
         report["seal"] = measurements.seal(report)
     return expected(spec, report)
 
@@ -88,7 +89,7 @@ def _measured(spec: Spec, contract: contracts.Contract, results: Sequence[Result
             "rows": rows,
         },
         "workload": {"name": load["name"], "digest": workloads.digest(load), "data": dict(load)},
-        "operators": list(operators.chosen(spec)),
+        **({"chain": dict(spec.chain)} if spec.chain else {"operators": list(operators.chosen(spec))}),
         "measured": measured,
     }
 
@@ -156,6 +157,19 @@ def _verdict_report(verdict: Verdict) -> dict[str, Any]:
     }
 
 
+def _elsewhere(want: Expect, report: Mapping[str, Any]) -> list[str]:
+    """What is wrong with where the verdicts of the expected status say that two runs part."""
+    assert want.at is not None
+    found = [v["evidence"].get("first_divergence") for v in report["verdicts"] if v["status"] == want.status]
+    places = [{key: one[key] for key in want.at} for one in found if one]
+    due = ", ".join(f"{key} {value}" for key, value in want.at.items())
+    if not places:
+        return [f"expected a divergence at {due}, and no verdict names one"]
+    wrong = [place for place in places if place != dict(want.at)]
+    named = ", ".join(f"{key} {value}" for key, value in wrong[0].items()) if wrong else ""
+    return [f"expected the divergence at {due}, got {named}"] if wrong else []
+
+
 def expected(spec: Spec, report: dict[str, Any]) -> dict[str, Any]:
     """Hold the outcome against `expect:`; met is exit 0, not met 1, an unexpected ERROR or BLOCKED keeps its code."""
     want = spec.expect
@@ -176,7 +190,7 @@ def expected(spec: Spec, report: dict[str, Any]) -> dict[str, Any]:
         if seen != {want.category}:
             problems.append(f"expected the category {want.category}, got {', '.join(sorted(seen)) or 'none'}")
     if want.at is not None:
-        problems.append("at is judged in kinds of a later version")
+        problems += _elsewhere(want, report)
     code = report["exit_code"]
     report["expect"] = {"status": want.status, "met": not problems, "problems": problems}
     report["exit_code"] = 0 if not problems else code if code in (4, 5) else 1

@@ -54,6 +54,7 @@ def _not_reusable(
         ("environment", "the environment differs"),
         ("perturb", "the perturbation differs"),
         ("implementation", "the implementation differs"),
+        ("fault", "the planted fault differs"),
         ("reader", "the reader differs"),
         ("build", "the build commands differ"),
     ):

@@ -162,9 +162,9 @@ RULES: dict[str, Rule] = {
     ),
     "RL214": Rule(
         "the Hugging Face trainer logs NaN as NaN (warning)",
-        "logging_nan_inf_filter is on by default and prints the mean of earlier losses where the loss was NaN.",
+        "logging_nan_inf_filter prints the mean of earlier losses where the loss was NaN. rlspec leaves it off.",
+        "trainer: {name: huggingface, settings: {global_batch_size: 8, logging_nan_inf_filter: true}}",
         "trainer: {name: huggingface, settings: {global_batch_size: 8}}",
-        "trainer: {name: huggingface, settings: {global_batch_size: 8, logging_nan_inf_filter: false}}",
     ),
     "RL215": Rule(
         "fp8 only where it is in scope",
@@ -251,14 +251,14 @@ RULES: dict[str, Rule] = {
         "kind: correctness\nquestion: Does the fused router train like main?",
     ),
     "RL229": Rule(
-        "the mesh has only axes that the trainer has",
-        "The embedded trainer is parallel over data alone; another axis would be named in the tag and change nothing.",
-        "trainer: {name: embedded}\nmesh: {pp: 2}",
-        "trainer: {name: embedded}\nmesh: {}\nlaunch: {name: torchrun, processes_per_node: 2}",
+        "trainer and model can be cut as the mesh says",
+        "A trainer needs the axis, a stage a layer, ep experts; and embedding and head cannot part if they are tied.",
+        "model: tiny-dense  # 4 layers\nmesh: {pp: 8}\nlaunch: {name: torchrun, processes_per_node: 8}",
+        "model: tiny-dense\nmesh: {pp: 4}\nlaunch: {name: torchrun, processes_per_node: 4}",
     ),
     "RL230": Rule(
         "a planted fault stands only where an outcome is expected",
-        "settings.fault breaks the feature arms on purpose, to show that a judgment can fail; no normal spec has one.",
+        "A fault breaks feature arms or an engine on purpose, to show that a judgment can fail; no normal spec has one.",
         "settings: {fault: mean_of_means}",
         "settings: {fault: mean_of_means}\nexpect: FAIL",
     ),
@@ -275,8 +275,8 @@ RULES: dict[str, Rule] = {
         "arms: [{name: a, role: rollout, …}, {name: b, role: train, …}]",
     ),
     "RL302": Rule(
-        "a parity arm has records or a command that writes them",
-        "Log-probs come from a file that is there, or from a command with {records} in its arguments.",
+        "a parity arm has records, a command that writes them, or an engine",
+        "Log-probs come from a file that is there, from a command with {records} in its arguments, or from an engine.",
         "{name: train, role: train}",
         "{name: train, role: train, command: [python, dump.py, --out, '{records}']}",
     ),
@@ -285,6 +285,24 @@ RULES: dict[str, Rule] = {
         "A file compared with itself agrees to the bit and proves nothing.",
         "records: a.jsonl  # in both arms",
         "records: rollout.jsonl / records: train.jsonl",
+    ),
+    "RL304": Rule(
+        "engines have a file of tokens",
+        "Both engines score one token stream: samples with a prompt and a response, or a length where one generates.",
+        "arms: [{…, engine: vllm}, …]  # and no tokens",
+        "tokens: tokens.jsonl  # {\"sample\": \"s0\", \"prompt\": [5, 17], \"response\": [9, 4]}",
+    ),
+    "RL305": Rule(
+        "engines have weights that they can load",
+        "Seeded weights have the shapes of the spec's model and are made in the arm; vLLM and SGLang load files alone.",
+        "weights: {source: seeded, seed: 1}  # and engine: vllm",
+        "weights: {source: huggingface, path: models/Qwen3-8B}",
+    ),
+    "RL306": Rule(
+        "settings of an engine go together",
+        "A setting that an execution does not use, or that another decides, would say something that did not happen.",
+        "settings: {execution: decode, padding: right}",
+        "settings: {execution: decode}",
     ),
     "RL311": Rule(
         "operators that are named exist",

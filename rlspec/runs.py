@@ -82,6 +82,14 @@ def _create(base: Path, below: Path, stem: str) -> Folder:
     raise RunError(f"{base / 'workspace' / below}: a thousand runs in one second")
 
 
+def bisects(base: Path) -> Path:
+    """Where searches for a commit keep what they know."""
+    _keep_out_of_git(base / "workspace")
+    folder = base / "workspace" / "bisect"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 def _keep_out_of_git(top: Path) -> None:
     top.mkdir(parents=True, exist_ok=True)
     ignore = top / ".gitignore"

@@ -16,8 +16,7 @@ from rlspec.errors import SpecError
 from rlspec.model import Document, Problem
 
 FOLDER = Path(__file__).parent / "schemas"
-KINDS = ("correctness", "performance", "operators", "parity")
-LATER = ("chain",)
+KINDS = ("correctness", "performance", "operators", "chain", "parity")
 TYPES = {
     "object": "a mapping",
     "array": "a list",
@@ -106,8 +105,6 @@ def check_spec(document: Document) -> list[Problem]:
     kind = data.get("kind")
     if kind is None:
         return [_at(document, "", "RL102", "'kind' is missing", f"one of {', '.join(KINDS)}")]
-    if kind in LATER:
-        return [_at(document, "/kind", "RL106", f"kind {kind!r} comes in a later version", f"now: {', '.join(KINDS)}")]
     if kind not in KINDS:
         return [_at(document, "/kind", "RL106", f"unknown kind {kind!r}", suggestion(kind, KINDS))]
     return check(document, str(kind))

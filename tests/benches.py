@@ -10,7 +10,7 @@ from pathlib import Path
 from rlspec import catalog, cells, contract, layouts, measurements, nodes, workloads
 
 ROOT = Path(__file__).parents[1]
-SHIPPED = ("tiny", "ws1", "wide")
+SHIPPED = ("tiny", "tiny-moe", "ws1", "wide", "wide-moe")
 LAYOUTS = ("chunked", "singletons", "permuted", "padded_right", "padded_nan", "neighbours", "strided", "repeated")
 CPU = {"device": "cpu", "tf32": False, "autocast": False}
 

@@ -134,10 +134,14 @@ def test_ws1_has_these_rows_and_no_other():
     accuracy = {(j, s, d) for j, s in PUBLISHED for d in (*DTYPES, "fp8")}
     others = {(j, "*", d) for j in (*INVARIANCES, *AGGREGATES) for d in (*DTYPES, "fp8")}
     measured = {("mean_abs_dlogp", "*", "*"), ("sequence_outliers", "*", "*")}
-    assert {(row.judgment, row.subject, row.dtype) for row in rows} == accuracy | others | measured
+    wholes = {(judgment, "chain") for judgment in ("forward_accuracy", "gradient_accuracy")}
+    ours = {(judgment, subject, d) for judgment, subject in wholes for d in ("bf16", "fp32")} | {("kv_cache", "*", "*")}
+    ours |= {(judgment, "*", d) for judgment in contract.OF_CHAINS[:2] for d in ("bf16", "fp32")}
+    ours |= {(judgment, "*", "fp8") for judgment in contract.OF_CHAINS}
+    assert {(row.judgment, row.subject, row.dtype) for row in rows} == accuracy | others | measured | ours
     assert {(row.judgment, row.subject, row.dtype) for row in rows if row.status == "measured"} == measured
     assert all(row.source.startswith("RL-Kernel, tolerance contract ws1-c1-v2") for row in rows if row.published_id)
-    assert len({row.published_id for row in rows if row.published_id}) == len(rows) - len(measured)
+    assert len({row.published_id for row in rows if row.published_id}) == len(rows) - len(measured | ours)
 
 
 def test_limits_fitted_to_the_system_they_judge_say_so():
@@ -332,7 +336,7 @@ def test_explain_a_row():
         "  source: RL-Kernel, tolerance contract ws1-c1-v2 (RL-Align/RL-Kernel#315)",
         "  date: 2026-11-29",
     ]
-    assert listing.explain("strict/forward_accuracy", HERE).count("source:") == 13
+    assert listing.explain("strict/forward_accuracy", HERE).count("source:") == 15
 
 
 def test_list_tells_what_zeros_get():

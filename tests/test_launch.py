@@ -45,7 +45,7 @@ def test_torchrun_command_line() -> None:
         (Launch(name="torchrun"), ["python"], "names no script"),
         (Launch(name="torchrun"), ["python", "-O", "x.py"], "'-O' would not reach the ranks"),
         (Launch(name="torchrun", nodes=2), ["python", "x.py"], "nodes is 2"),
-        (Launch(name="slurm"), ["python", "x.py"], "this version cannot start slurm jobs yet"),
+        (Launch(name="slurm"), ["bash", "x.sh"], "launch slurm: the command must begin with a Python interpreter"),
         (Launch(name="mpi"), ["python", "x.py"], "unknown launcher 'mpi', allowed: local, torchrun, slurm"),
         (Launch(), [], "the command is empty"),
     ],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -105,3 +106,17 @@ def test_samples_of_a_prepared_corpus_are_known(tmp_path):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "manifest.json").write_text('{"files": [{"tokens": 6401}, {"tokens": 64}]}')
     assert rules(path) == ["RL209"]  # 100 samples of 64 tokens, 256 are needed
+
+
+def test_a_pipeline_needs_a_head_of_its_own_and_a_layer_a_stage(tmp_path):
+    config = {"num_hidden_layers": 4, "vocab_size": 257, "model_type": "qwen3", "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = (ROOT / "specs" / "correctness" / "tiny-dense-pp2.yaml").read_text()
+    path = tmp_path / "spec.yaml"
+    path.write_text(text.replace("model: tiny-dense", "model: ./config.json"))
+    (problem,) = linting.lint([path])[1]
+    assert problem.rule == "RL229" and "mesh: pp 2 parts the embedding from the head" in problem.message
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert rules(path) == []
+    path.write_text(path.read_text().replace("pp: 2", "pp: 5").replace("per_node: 2", "per_node: 5"))
+    assert rules(path) == ["RL229"]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,7 @@ def test_every_noun(here):
     assert names("contracts") == ["strict", "training", "ws1"]
     assert names("trainers") == list(TRAINERS) and names("readers") == list(logs.READERS)
     assert set(names("judgments")) == {check for checks in common.STANDARD.values() for check in checks}
-    assert names("workloads") == ["tiny", "wide", "ws1"] and set(names("operators")) == set(nodes.NODES)
+    assert set(names("workloads")) >= {"long", "tiny", "tiny-chain", "wide", "ws1", "ws1-chain"} and set(names("operators")) == set(nodes.NODES)
     assert listing.table("runs", here) == "no runs"
 
 
@@ -105,16 +107,17 @@ def test_explain_what_is_not_there(here, name, words):
     assert rlspec("explain", name).code == 2
 
 
-def test_doctor_says_what_is_here_and_which_specs_would_be_blocked(here):
+def test_doctor_says_what_is_here_and_which_specs_would_be_blocked(here, monkeypatch):
     done = rlspec("doctor")
     assert done.code == 0 and {line.split()[0] for line in done.out.splitlines()} >= {"GPU", "torch", "git", "slurm"}
     training(here / "a", requires={"commands": ["no-such-program"]})
-    training(here / "b", trainer={"name": "pithtrain", "settings": {"global_batch_size": 8}}, judgments=["drift"])
+    training(here / "b", launch={"name": "slurm", "nodes": 1, "gpus_per_node": 1})
+    monkeypatch.setenv("PATH", os.path.dirname(sys.executable))
     training(here / "c")
     save(here / "d.yaml", {"kind": "nonsense"})
     lines = rlspec("doctor", ".").out.splitlines()[-4:]
     assert lines[0] == "a/spec.yaml: BLOCKED: program 'no-such-program' is not on PATH"
-    assert lines[1] == "b/spec.yaml: this version cannot run trainer pithtrain; lint and plan work"
+    assert lines[1] == "b/spec.yaml: BLOCKED: program 'srun' is not on PATH"
     assert lines[2].startswith("c/spec.yaml: can run") and "rlspec lint d.yaml" in lines[3]
 
 

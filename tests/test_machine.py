@@ -60,8 +60,10 @@ UNMET = [
     ({"capability": "8.9"}, ["compute capability 8.9 is needed, here: 9.0"]),
     ({"capability": ">=10.0"}, ["compute capability >=10.0 is needed, here: 9.0"]),
     ({"memory_gib": 141}, ["141 GiB of GPU memory are needed, here: 140.4 GiB"]),
-    ({"pinned_weights": True}, ["pinned weights are needed, and this version has none"]),
+    ({"pinned_weights": True}, ["pinned weights are needed, and the spec has none"]),
     ({"pinned_weights": False}, []),
+    ({"packages": ["click", "no-such-package"]}, ["package 'no-such-package' is not installed here"]),
+    ({"weights": ["/no/such/folder"]}, ["there is no folder /no/such/folder with weights"]),
     ({"commands": ["nvidia-smi", "x"], "gpus": 9}, ["program 'x' is not on PATH", "9 GPUs are needed, here: 2"]),
 ]
 

@@ -10,9 +10,20 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HARNESS = (
     *("rlspec/nodes.py", "rlspec/cells.py", "rlspec/layouts.py", "rlspec/workloads.py", "rlspec/checks/operators.py"),
+    *("rlspec/chains.py", "rlspec/chain_verdicts.py", "rlspec/checks/chain.py"),
     *(
         f"rlspec/device/{name}.py"
-        for name in ("operator_harness", "execution", "comparing", "cases", "observe", "fills")
+        for name in (
+            "operator_harness",
+            "execution",
+            "comparing",
+            "cases",
+            "observe",
+            "fills",
+            "chain_harness",
+            "chain_trace",
+            "chain_inference",
+        )
     ),
 )
 NAMES = {"allclose", "assert_close", "isclose", "assert_allclose", "assert_almost_equal", "approx"}

@@ -54,6 +54,15 @@ def test_variants_are_projections_and_scales():
         assert nodes.variants(operator, tier) == ("scale 1", "scale 16")
 
 
+def test_experts_are_judged_in_ways_to_route():
+    tier = benches.tier(routings=["skewed", "tied", "sigmoid"])
+    assert nodes.variants("router", tier) == ("skewed", "tied", "sigmoid") and nodes.variants("combine", tier) == (
+        "skewed",
+    )
+    assert nodes.variants("grouped_gemm", tier) == ("gate_up skewed", "down skewed")
+    assert nodes.variants("router", benches.tier()) == ("even",)
+
+
 def test_a_tier_may_leave_out_operators_and_judgments():
     tiers = benches.shipped("ws1").tiers
     assert [tier.name for tier in nodes.tiers("attention", tiers)] == ["short", "primary", "long"]

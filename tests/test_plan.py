@@ -59,8 +59,11 @@ def test_dp_is_inferred_and_experts_have_their_own():
 def test_launch():
     assert plan.launch({}).world_size == 1
     assert plan.launch({"name": "slurm", "nodes": 2, "gpus_per_node": 8}) == Launch(
-        name="slurm", nodes=2, processes_per_node=8
+        name="slurm", nodes=2, processes_per_node=8, gpus=True
     )
+    more = {"queue_limit": "30m", "options": ["-A x"]}
+    more = plan.launch({"name": "slurm", "nodes": 2, "processes_per_node": 4, **more})
+    assert (more.gpus, more.queue_limit, more.options) == (False, 1800.0, ("-A x",))
 
 
 def test_base_copy_takes_the_next_name_and_seed():

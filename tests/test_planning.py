@@ -143,8 +143,10 @@ def test_parity_names_files_or_commands(here):
     assert "mean_abs_dlogp: MEASURED, never gated" in found
 
 
-def test_what_cannot_run_here_says_so():
-    assert "this version cannot run trainer pithtrain" in text_of_pithtrain()
+def test_a_slurm_job_says_what_it_asks_for():
+    found = " ".join(text_of_pithtrain().split())
+    assert "srun --nodes=2 --gpus-per-node=8 torchrun --nnodes=2 --nproc-per-node=8" in found
+    assert "at most 96 GPU-hours" in found and "commands srun" in found
 
 
 def text_of_pithtrain():

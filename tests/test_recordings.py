@@ -41,8 +41,13 @@ def test_a_folder_is_one_run(tmp_path):
     assert "2 event files" in run.notes[1] and "values 3 and 5" in run.notes[0]
     write_events(tmp_path / "tb" / "events.out.tfevents.3", [(3, (2.25, 1.0))])
     assert "two runs in one folder" in read(tmp_path / "tb", "tensorboard", ARM).faults[LOSS]
-    with pytest.raises(SpecError, match=r"holds no event file .*; .*tb has some"):
+    assert "two runs in one folder" in read(tmp_path, "tensorboard", ARM).faults[LOSS], "the only folder below"
+    write_events(tmp_path / "other" / "events.out.tfevents.1", [(1, (3.0, 1.0))])
+    with pytest.raises(SpecError, match=r"holds no event file .*, but 2 folders with some: .*other"):
         read(tmp_path, "tensorboard", ARM)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SpecError, match=r"holds no event file \(\*tfevents\*\)$"):
+        read(tmp_path / "empty", "tensorboard", ARM)
 
 
 def test_what_is_no_scalar_is_left_out_and_tensors_of_one_number_are_none(tmp_path):

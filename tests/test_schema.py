@@ -67,7 +67,6 @@ def test_a_good_spec_has_no_problem_and_may_name_its_schema():
         ("[1]", "RL103", "a spec is a mapping, not a list"),
         ("1", "RL103", "a spec is a mapping, not the number 1"),
         ("a: 1", "RL102", "'kind' is missing"),
-        ("kind: chain", "RL106", "kind 'chain' comes in a later version"),
         ("kind: paritee", "RL106", "unknown kind 'paritee'"),
         ("kind: [parity]", "RL106", "unknown kind ['parity']"),
         ("kind: {a: 1}", "RL106", "unknown kind {'a': 1}"),

@@ -83,6 +83,15 @@ def test_wide_reaches_tile_edges_long_keys_and_large_batches():
     assert len({tier.seed for tier in made.tiers}) == 4 and tier_of("wide", "edges").logit_scales == (1, 16)
 
 
+def test_wide_moe_has_experts_without_rows_and_with_most_and_ties():
+    made = benches.shipped("wide-moe")
+    lengths = {sample.queries for tier in made.tiers for sample in tier.samples}
+    assert lengths >= {1, 2, 15, 16, 17, 63, 64, 65, 129, 1000, 4096} and len(tier_of("wide-moe", "batch").samples) > 16
+    assert tier_of("wide-moe", "edges").active >= 1000
+    assert all({"even", "skewed", "tied"} <= set(tier.routings) for tier in made.tiers)
+    assert made.operators == ("router", "grouped_gemm", "combine")
+
+
 def test_wide_asks_for_every_layout_but_company():
     asked = {name for tier in benches.shipped("wide").tiers for name in tier.layouts}
     assert asked == set(layouts.LAYOUTS) - {"packed_with"}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from rlspec.checks import correctness, operators, parity, performance
+from rlspec.checks import chain, correctness, operators, parity, performance
 from rlspec.contract import Contract
 from rlspec.model import Arm, Document, Problem, Result, Spec, Step, Verdict
 
@@ -34,5 +34,6 @@ CHECKS: dict[str, Check] = {
     "correctness": correctness,
     "performance": performance,
     "operators": operators,
+    "chain": chain,
     "parity": parity,
 }

@@ -8,18 +8,20 @@ from itertools import product
 from pathlib import PurePath
 from typing import Any
 
-from rlspec import contract, nodes, plan, schema
+from rlspec import chains, contract, nodes, plan, schema
 from rlspec.document import escape
 from rlspec.errors import SpecError
 from rlspec.model import Document, Expect, Problem, Severity
 
 Rule = Callable[[Document, dict[str, Any]], Iterator[Problem]]
 PLACEHOLDER = re.compile(r"<[A-Za-z][A-Za-z0-9 _.,'/-]*>")
-CONTRACTS = {"correctness": "training", "performance": "training", "operators": "ws1", "parity": "ws1"}
+CONTRACTS = {"correctness": "training", "performance": "training", "operators": "ws1", "chain": "ws1",
+             "parity": "ws1"}  # fmt: skip
 STANDARD: dict[str, tuple[str, ...]] = {
     "correctness": ("drift",),
     "performance": ("step_time", "throughput", "peak_memory"),
     "operators": nodes.JUDGMENTS,
+    "chain": chains.JUDGMENTS,
     "parity": ("max_abs_dlogp", "mean_abs_dlogp", "approx_kl", "clip_fraction", "sequence_outliers"),
 }
 

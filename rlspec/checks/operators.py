@@ -34,13 +34,13 @@ def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         given = arm["implementation"]
         pointer = f"/arms/{index}/implementation"
         if isinstance(given, str):
-            yield from _implementation(document, pointer, given, nodes.IMPLEMENTATIONS)
+            yield from implementation(document, pointer, given, nodes.IMPLEMENTATIONS)
             continue
         yield from _uncovered(document, data, index, given)
         for operator, name in given.items():
             if operator in nodes.NODES:
                 known = nodes.implemented(operator)
-                yield from _implementation(document, f"{pointer}/{operator}", name, known, f" of {operator}")
+                yield from implementation(document, f"{pointer}/{operator}", name, known, f" of {operator}")
             else:
                 message = f"unknown operator {operator!r}"
                 hint = schema.suggestion(operator, nodes.NODES)
@@ -58,9 +58,10 @@ def _uncovered(document: Document, data: dict[str, Any], index: int, given: dict
         yield common.at(document, f"/arms/{index}/implementation", "RL312", message, "add operators: with its keys")
 
 
-def _implementation(
+def implementation(
     document: Document, pointer: str, name: str, known: Sequence[str], what: str = ""
 ) -> Iterator[Problem]:
+    """What is wrong with the name of an implementation."""
     if ":" in name and not _TABLE.fullmatch(name):
         hint = "a module's dotted name, a colon, the name of a table or function in it"
         yield common.at(document, pointer, "RL312", f"{name!r} is no module:table", hint)

@@ -22,8 +22,12 @@ def settings(data: Mapping[str, Any]) -> dict[str, Any]:
     given = dict(trainer.get("settings", {}))
     if trainer["name"] == "command":
         return given
-    usual = TRAINERS[trainer["name"]].global_batch_size
-    return {**FIXTURES[data["kind"]], **({"global_batch_size": usual} if usual else {}), **given}
+    entry, usual = TRAINERS[trainer["name"]], dict(FIXTURES[data["kind"]])
+    if not entry.forces_routing:
+        del usual["force_balanced_routing"]
+    if entry.global_batch_size:
+        usual["global_batch_size"] = entry.global_batch_size
+    return {**usual, **given}
 
 
 def known_metrics(data: Mapping[str, Any]) -> tuple[str, ...]:
@@ -59,10 +63,14 @@ def parse(document: Document) -> Spec:
     given = data["trainer"]
     steps = given.get("steps") or settings(data).get("max_steps")
     shipped = TRAINERS[given["name"]].template
-    template = TEMPLATES / data["kind"] / shipped if shipped else None
+    template = TEMPLATES / shipped.format(kind=data["kind"]) if shipped else None
     repository = folder / data["repository"] if "repository" in data else None
+    shared = common.shared(document)
+    if how.name == "slurm":
+        needs = shared["requires"].get("commands", ())
+        shared["requires"] = {**shared["requires"], "commands": list(dict.fromkeys([*needs, "srun"]))}
     return Spec(
-        **common.shared(document),
+        **shared,
         model=catalog.model(data["model"], folder)["name"] if "model" in data else "",
         mesh=plan.mesh(data["mesh"], how.world_size),
         sequence_length=data.get("sequence_length", 2048),
@@ -77,6 +85,7 @@ def parse(document: Document) -> Spec:
             command=tuple(given.get("command", ("{python}", "{run_file}") if shipped else ())),
             reader=reader_name(data),
             pattern=given.get("reader", {}).get("pattern"),
+            suffix=given.get("reader", {}).get("suffix"),
             steps=steps,
         ),
         launch=how,
@@ -93,13 +102,3 @@ def _judgment(given: str | dict[str, Any]) -> Judgment:
 def _arm(given: dict[str, Any]) -> Arm:
     perturb = given.get("perturb")
     return Arm(**{**given, "perturb": {"seed": 1, **perturb} if perturb else None})
-
-
-def cannot_run(spec: Spec) -> str | None:
-    """Why this version cannot start the spec's arms, or None."""
-    assert spec.trainer is not None
-    if not TRAINERS[spec.trainer.name].runs:
-        return f"this version cannot run trainer {spec.trainer.name}; lint and plan work"
-    if spec.launch.name == "slurm":
-        return "this version cannot start slurm jobs; lint and plan work"
-    return None

@@ -53,21 +53,26 @@ def launcher(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     if name == "local" and sizes:
         hint = "use torchrun for several processes"
         yield at(document, f"/launch/{sizes[0]}", "RL226", f"local starts one process and takes no {sizes[0]}", hint)
+    if name == "local" and TRAINERS[data["trainer"]["name"]].torchrun:
+        message = f"trainer {data['trainer']['name']} is started by torchrun, even as one process"
+        yield at(document, "/launch", "RL226", message, "launch: {name: torchrun, processes_per_node: 8}, or slurm")
     if name == "torchrun" and "gpus_per_node" in given:
         yield at(document, "/launch/gpus_per_node", "RL226", "torchrun counts processes_per_node", "rename the key")
     if name == "torchrun" and given.get("nodes", 1) > 1:
         yield at(document, "/launch/nodes", "RL226", "torchrun starts processes of one node", "use slurm for several")
     if name == "slurm" and {"gpus_per_node", "processes_per_node"} <= set(given):
         yield at(document, "/launch", "RL226", "slurm takes gpus_per_node or processes_per_node, not both", "keep one")
+    for key in {"options", "queue_limit"} & set(given) if name != "slurm" else ():
+        yield at(document, f"/launch/{key}", "RL226", f"{name} takes no {key}", "it is for slurm")
     if name != "local" and not sizes:
         wanted = "processes_per_node" if name == "torchrun" else "nodes and gpus_per_node"
         yield at(document, "/launch", "RL226", f"{name} needs {wanted}", "their product is the world size")
     command = data["trainer"].get("command", ["python"])
-    if name == "torchrun" and not common.is_python(command[0]):
-        pointer = "/trainer/command/0"
-        yield at(
-            document, pointer, "RL226", f"torchrun starts Python commands, not {command[0]!r}", "begin with python"
+    if name != "local" and not common.is_python(command[0]):
+        message = f"{name} starts Python commands, by torchrun, not {command[0]!r}" if name == "slurm" else (
+            f"torchrun starts Python commands, not {command[0]!r}"
         )
+        yield at(document, "/trainer/command/0", "RL226", message, "begin with python")
 
 
 def mesh(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -99,6 +104,8 @@ def embedded(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         if axis not in entry.axes and data["mesh"].get(axis, 1) > 1:
             message = f"trainer {given['name']} has no {axis} axis yet"
             yield at(document, f"/mesh/{axis}", "RL229", message, "it is parallel over dp, by launch: torchrun")
+    if given["name"] == "embedded":
+        yield from uncut(document, data)
     fault = given.get("settings", {}).get("fault") if given["name"] != "command" else None
     if fault is not None and "expect" not in data:
         message = f"the planted fault {fault} belongs to a control, and no outcome is expected here"
@@ -107,6 +114,22 @@ def embedded(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     if given["name"] == "embedded" and revised and not _holds_device(document, data):
         message = "the repository under test has no rlspec/device, so its revisions are not what would train"
         yield at(document, "/arms", "RL231", message, "let the arms differ by implementation, environment or perturb")
+
+
+def uncut(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    """What of the model cannot be parted by the mesh."""
+    model, name = _model(data, document) or {}, data["model"]
+    pp, ep = (data["mesh"].get(axis, 1) for axis in ("pp", "ep"))
+    layers = model.get("layers", model.get("num_hidden_layers", pp))
+    if pp > layers:
+        message = f"mesh: pp {pp} stages need a layer each, and {name} has {layers}"
+        yield at(document, "/mesh/pp", "RL229", message, f"pp is {layers} at most")
+    elif pp > 1 and model and catalog.whole(name, document.path.parent).get("tie_word_embeddings"):
+        message = f"mesh: pp {pp} parts the embedding from the head, and {name} ties them"
+        yield at(document, "/mesh/pp", "RL229", message, "leave pp at 1, or use a model with a head of its own")
+    if ep > 1 and model and not (model.get("experts") or model.get("num_experts")):
+        message = f"mesh: ep {ep} parts experts, and {name} is dense"
+        yield at(document, "/mesh/ep", "RL229", message, "leave ep out")
 
 
 def _holds_device(document: Document, data: dict[str, Any]) -> bool:
@@ -157,14 +180,16 @@ def routing(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     experts = (_model(data, document) or {}).get("experts")
     if data["kind"] == "performance" and not forced and experts:
         message = "step times under real routing differ by expert imbalance"
-        yield at(document, pointer, "RL213", message, "set force_balanced_routing: true", severity="warning")
+        can = TRAINERS[data["trainer"]["name"]].forces_routing
+        hint = "set force_balanced_routing: true" if can else f"trainer {data['trainer']['name']} cannot force it"
+        yield at(document, pointer, "RL213", message, hint, severity="warning")
 
 
 def trainer(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     given = data["trainer"]
-    if given["name"] == "huggingface" and given.get("settings", {}).get("logging_nan_inf_filter", True):
+    if given["name"] == "huggingface" and given.get("settings", {}).get("logging_nan_inf_filter"):
         message = "logging_nan_inf_filter is on: a NaN loss would be printed as the mean of earlier ones"
-        hint = "set logging_nan_inf_filter: false"
+        hint = "leave logging_nan_inf_filter out: it is off"
         yield at(document, "/trainer/settings", "RL214", message, hint, severity="warning")
     if data.get("dtype") == "fp8" and not TRAINERS[given["name"]].fp8:
         message = f"fp8 is out of scope for trainer {given['name']}"
@@ -185,6 +210,10 @@ def reader(document: Document, given: dict[str, Any]) -> Iterator[Problem]:
     if name not in READERS:
         hint = schema.suggestion(name, READERS)
         yield at(document, "/trainer/reader/name", "RL201", f"unknown reader {name!r}", hint)
+    elif READERS[name].folders and "suffix" not in given:
+        message = f"reader {name} reads files of its own, not the log"
+        hint = "say suffix: .tb, and write to the path in RLSPEC_RECORDS with .tb in the place of .records.jsonl"
+        yield at(document, "/trainer/reader", "RL223", message, hint)
     elif name == "regex" and pattern is None:
         yield at(document, "/trainer/reader", "RL223", "reader regex needs a pattern", "with the named group step")
     elif name != "regex" and pattern is not None:

@@ -122,6 +122,8 @@ def _versions():
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in VERSIONS:
         version = _tried(lambda name=name: sys.modules[name].__dict__["__version__"])
+        if version is None:  # a lazy module, such as transformers, keeps its objects apart
+            version = _tried(lambda name=name: sys.modules[name].__dict__["_objects"]["__version__"])
         if version is not None:
             found[name] = str(version)
     version = sys.modules.get("torch.version")
