@@ -1,10 +1,29 @@
-// Causal grouped-query attention for Hopper: TMA brings keys and values, wgmma multiplies, bits as in kernels/attention.py.
+// Causal grouped-query attention by hand for Hopper: the sums of kernels/attention.py, bit for bit.
 //
-//     out_i = sum_j p_ij v_j,   p_ij = exp(scale q_i.k_j - lse_i),   lse_i = log(sum_j exp(scale q_i.k_j) [+ exp(sink)])
+//     out_i = Σ_j p_ij v_j,  p_ij = exp(scale·q_i·k_j - lse_i),  lse_i = log(Σ_j exp(scale·q_i·k_j) [+ exp(sink)])
 //
 // over the keys j <= i of the same sample, with a window only those with i - j < window.
-#include <type_traits>
-
+// Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867. Backward: Dao et al. 2022, arXiv:2205.14135, app. B.
+// Splits over keys: Dao et al. 2023 (Flash-Decoding). Sinks: the gpt-oss model file (one more logit per head).
+//
+// Promise, to the bit. A row of `out` and `lse` depends on its query, on the keys and values up to it, and on constants
+// of (width, dtype): prefill, chunks, decode, packed, padded, contiguous and paged agree. The gradients of a sample
+// depend on that sample alone. No atomics on results (one counts the tiles that are handed out); runs agree.
+//
+// Where the order comes from. It is that of the Triton kernel, whose header gives the reasons, so both agree:
+// - Blocks of 64 keys from position 0 of the sample; within one the matrix unit chains them upward in groups of 16.
+// - Blocks are gathered into splits whose borders follow from the position (`Schedule`). A split starts from the empty
+//   state; finished splits are folded upward, in place or by a second kernel, in one expression (`Factors`).
+// - Sums of rows are p·1 on the matrix unit. Maxima are exact in any order, and kept scaled.
+// - A key that a row does not see leaves its state as it was; what stands past the last key is replaced by zeros.
+// - dK and dV: heads of the group upward, in each the blocks of 64 queries upward. dQ: blocks of 64 keys upward.
+// - Multiplications and additions are spelled out where a compiler may contract them.
+//
+// How it runs. A thread asks the copy engine (TMA) for tiles; one warpgroup multiplies 64 rows, with rows of scores in
+// registers. Scores of a block and sums of the one before are in flight while exponentials are taken.
+//
+// Limits: bf16, fp16; widths 16, 32, 64, 128 (narrower ones are filled up with zeros, which keep the bits); at most 64
+// query heads a key head; pages of at least 8 tokens. Values of a sample must be finite.
 #include "attention.cuh"
 
 namespace rlspec {
@@ -15,314 +34,341 @@ struct Forward {
     float const* sinks;
     void* out;
     float *lse, *part, *part_m, *part_mass;
+    int* taken;  // tiles handed out beyond one a block of threads
     Strides q;
     int64_t slots;  // rows · queries
     float scale;    // holds log2(e) too
-    int segments, tiles, splits, queries, listed, page, box, kv, group, window;
+    int items, segments, tiles, splits, queries, listed, page, box, kv, group, width, window;
     Schedule schedule;
 };
 
-// The state of a row: its scaled maximum m, its mass, and (elsewhere) the sum of exp2(scores - m)·v.
-// Two rows a thread, r and r + 8 of the fragment.
+// ---------------------------------------------------------------------------------------------------------------------
+// Forward
 
-// One tile of 64·GROUPS rows (the query heads of one key head, of neighbouring queries) over its key blocks, upward.
-// PART: one split a block, its state goes to memory. Otherwise splits are folded as they end.
-template <typename Element, int D, int GROUPS, bool PART, int STAGES, int FLAGS>
+// A tile: 64·GROUPS rows (the query heads of one key head, of neighbouring queries) and its blocks of keys; with PART,
+// those of one split. Heads vary fastest, then samples; the longest rows (with PART, the latest splits) come first.
+template <int GROUPS, bool PART>
+struct Tile {
+    int head, line, split;
+    Segment segment;
+    int query, span, before, first, blocks;  // first query, queries in all, keys before the sample's first query
+    __device__ Tile(Forward const& a, int item)
+        : head(item % a.kv), line(item / a.kv % a.segments), split(0), segment(a.table + line * 5) {
+        int const rest = item / a.kv / a.segments;
+        span = GROUPS * 64 / a.group, before = segment.keys - segment.queries;
+        query = (a.tiles - 1 - rest % a.tiles) * span;
+        int stop = min(before + query + span, segment.keys);
+        first = a.window > 0 ? max(before + query - a.window + 1, 0) / KEYS * KEYS : 0;
+        if (PART) {
+            split = a.splits - 1 - rest / a.tiles;
+            first = max(first, a.schedule.start(split)), stop = min(stop, a.schedule.start(split + 1));
+        }
+        blocks = query < segment.queries ? max(stop - first + KEYS - 1, 0) / KEYS : 0;
+    }
+};
+
+// Blocks of threads take tiles one after the other, as they get free. With PART the state of a row goes to memory;
+// otherwise splits are folded as they end.
+template <typename Element, int D, int GROUPS, bool PART, int STAGES, int PLACES>
 __global__ __launch_bounds__(GROUPS * 128 + 128, PART ? 2 : 1) void attention_forward_kernel(
-    __grid_constant__ CUtensorMap const key_map, __grid_constant__ CUtensorMap const value_map,
-    __grid_constant__ Forward const a) {
-    constexpr bool PINGPONG = FLAGS & 1, AHEAD = FLAGS & 2, SHELF = FLAGS & 4;
+    __grid_constant__ CUtensorMap const query_map, __grid_constant__ CUtensorMap const key_map,
+    __grid_constant__ CUtensorMap const value_map, __grid_constant__ Forward const a) {
     constexpr int TILE = KEYS * D * 2;  // bytes of a block of keys, of values, and of the queries of a warpgroup
     extern __shared__ __align__(1024) uint8_t memory[];
-    uint8_t* const q_tile = memory;
-    uint8_t* const k_tile = q_tile + GROUPS * TILE;
+    uint8_t* const q_tiles = memory;
+    uint8_t* const k_tile = q_tiles + PLACES * GROUPS * TILE;
     uint8_t* const v_tile = k_tile + STAGES * TILE;
     auto* const k_full = reinterpret_cast<uint64_t*>(v_tile + STAGES * TILE);
     uint64_t *const v_full = k_full + STAGES, *const k_free = v_full + STAGES, *const v_free = k_free + STAGES;
-    auto* const shelf = reinterpret_cast<float*>(v_free + STAGES);
+    uint64_t *const q_full = v_free + STAGES, *const q_free = q_full + PLACES;
+    auto* const given = reinterpret_cast<int*>(q_free + PLACES);  // the tile of each place, -1: no more
 
-    // Heads vary fastest, then samples; the longest rows (with PART, the latest splits) start first.
-    int const head = blockIdx.x % a.kv, line = blockIdx.x / a.kv % a.segments, rest = blockIdx.x / a.kv / a.segments;
-    Segment const segment(a.table + line * 5);
-    int const tile = a.tiles - 1 - rest % a.tiles;
-    int const span = GROUPS * 64 / a.group, before = segment.keys - segment.queries;
-    if (tile * span >= segment.queries) return;
-    int const lowest = before + tile * span;
-    int stop = min(lowest + span, segment.keys), first = 0, split = 0;
-    if (a.window > 0) first = max(lowest - a.window + 1, 0) / KEYS * KEYS;
-    if (PART) {
-        split = a.splits - 1 - rest / a.tiles;
-        first = max(first, a.schedule.start(split));
-        stop = min(stop, a.schedule.start(split + 1));
-        if (first >= stop) return;
-    }
-    int const blocks = (stop - first + KEYS - 1) / KEYS;
     if (PART) asm volatile("griddepcontrol.launch_dependents;");
-
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
             hopper::barrier_init(k_full + i, 1), hopper::barrier_init(v_full + i, 1);
             hopper::barrier_init(k_free + i, GROUPS * 4), hopper::barrier_init(v_free + i, GROUPS * 4);
         }
+        for (int i = 0; i < PLACES; ++i) {
+            hopper::barrier_init(q_full + i, 1), hopper::barrier_init(q_free + i, GROUPS * 4);
+        }
         hopper::barrier_init_fence();
     }
     __syncthreads();
 
-    if (threadIdx.x >= GROUPS * 128) {  // the warp that asks for keys and values
-        hopper::registers_shrink<24>();
+    bool const boxed = 64 % a.group == 0;  // a box of the copy engine holds the queries of a warpgroup
+    if (threadIdx.x >= GROUPS * 128) {     // the thread that asks for queries, keys and values
+        hopper::registers_shrink<40>();
         if (threadIdx.x != GROUPS * 128) return;
-        hopper::map_prefetch(&key_map), hopper::map_prefetch(&value_map);
-        int const* const pages = a.pages + static_cast<int64_t>(line) * a.listed;
-        auto const fetch = [&](CUtensorMap const* map, uint8_t* to, uint64_t* full, int start) {
-            int const pieces = min(KEYS, segment.keys - start + a.box - 1) / a.box;
-            hopper::barrier_expect(full, pieces * a.box * D * 2);
-            for (int i = 0; i < pieces; ++i) {
-                int const at = start + i * a.box;
-                int const row = a.page ? pages[at / a.page] : segment.row;
-                int const token = a.page ? at % a.page : segment.key_start + at;
-                for (int half = 0; half < D / 64; ++half)
-                    hopper::tma_load(to + half * KEYS * 128 + i * a.box * 128, map, full, half * 64, head, token, row);
-            }
+        if (!PART) asm volatile("griddepcontrol.wait;" ::: "memory");  // `taken` is zero from here on
+        int step = 0;  // blocks of keys so far
+        int round = 0;
+        auto const next_item = [&]() -> int {
+            if (!PART) return gridDim.x + atomicAdd(a.taken, 1);
+            ++round;  // forth and back, so that who began with a short split gets one more
+            return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
         };
-        for (int j = 0; j < blocks; ++j) {
-            int const stage = j % STAGES, parity = j / STAGES % 2 ^ 1;
-            hopper::barrier_wait(k_free + stage, parity);
-            fetch(&key_map, k_tile + stage * TILE, k_full + stage, first + j * KEYS);
-            hopper::barrier_wait(v_free + stage, parity);
-            fetch(&value_map, v_tile + stage * TILE, v_full + stage, first + j * KEYS);
+        for (int n = 0, item = blockIdx.x;; ++n) {
+            int following = next_item();
+            while (item < a.items && Tile<GROUPS, PART>(a, item).blocks == 0) item = following, following = next_item();
+            int const place = n % PLACES;
+            hopper::barrier_wait(q_free + place, n / PLACES % 2 ^ 1);
+            given[place] = item < a.items ? item : -1;
+            if (item >= a.items) {
+                hopper::barrier_arrive(q_full + place);
+                return;
+            }
+            Tile<GROUPS, PART> const tile(a, item);
+            Segment const& segment = tile.segment;
+            if (boxed) {
+                hopper::barrier_expect(q_full + place, GROUPS * TILE);
+                for (int i = 0; i < GROUPS * (D / 64); ++i)
+                    hopper::tma_load(q_tiles + (place * GROUPS * (D / 64) + i) * KEYS * 128, &query_map, q_full + place,
+                                     i % (D / 64) * 64, tile.head * a.group,
+                                     segment.query_start + tile.query + i / (D / 64) * (64 / a.group), segment.row);
+            } else {
+                hopper::barrier_arrive(q_full + place);
+            }
+            int const* const pages = a.pages + static_cast<int64_t>(tile.line) * a.listed;
+            auto const fetch = [&](CUtensorMap const* map, uint8_t* to, uint64_t* full, int start) {
+                int const pieces = min(KEYS, segment.keys - start + a.box - 1) / a.box;
+                hopper::barrier_expect(full, pieces * a.box * D * 2);
+                for (int i = 0; i < pieces; ++i) {
+                    int const at = start + i * a.box;
+                    int const row = a.page ? pages[at / a.page] : segment.row;
+                    int const token = a.page ? at % a.page : segment.key_start + at;
+                    for (int half = 0; half < D / 64; ++half)
+                        hopper::tma_load(to + (half * KEYS + i * a.box) * 128, map, full, half * 64, tile.head, token,
+                                         row);
+                }
+            };
+            for (int j = 0; j < tile.blocks; ++j, ++step) {
+                int const stage = step % STAGES, parity = step / STAGES % 2 ^ 1, start = tile.first + j * KEYS;
+                hopper::barrier_wait(k_free + stage, parity);
+                fetch(&key_map, k_tile + stage * TILE, k_full + stage, start);
+                hopper::barrier_wait(v_free + stage, parity);
+                fetch(&value_map, v_tile + stage * TILE, v_full + stage, start);
+            }
+            item = following;
         }
-        return;
     }
 
-    hopper::registers_grow<PART ? 232 : 240>();
-    int const group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
-    uint8_t* const q_mine = q_tile + group * TILE;
-    for (int i = thread; i < 64 * D / 8; i += 128) {
-        int const r = i / (D / 8), row = group * 64 + r, query = tile * span + row / a.group;
-        uint4 chunk = {};
-        if (query < segment.queries && row / a.group < span) {
-            int64_t const at = segment.row * a.q.row + (segment.query_start + query) * a.q.token;
-            auto const* q = static_cast<Element const*>(a.query) + at + (head * a.group + row % a.group) * a.q.head;
-            chunk = *reinterpret_cast<uint4 const*>(q + i % (D / 8) * 8);
-        }
-        *reinterpret_cast<uint4*>(q_mine + swizzled(r, i % (D / 8), 64)) = chunk;
-    }
-    hopper::async_fence();
-    hopper::group_sync(1 + group, 128);
-
-    int const row = group * 64 + thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
-    int const last = segment.queries - 1;
-    int const position[2] = {before + min(tile * span + row / a.group, last),
-                             before + min(tile * span + (row + 8) / a.group, last)};
-    int const low = before + min(tile * span + group * 64 / a.group, last);
-    int const full = a.window > 0 ? first : (low + 1) / KEYS * KEYS;  // blocks below it are seen whole by every row
-
-    float scores[32], acc[D / 2], total[PART || SHELF ? 1 : D / 2], mass[4] = {}, m[2], total_m[2], total_mass[2] = {};
-    uint32_t p[4][4], next[4][4];
-    m[0] = m[1] = total_m[0] = total_m[1] = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < D / 2; ++i) acc[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < (PART || SHELF ? 1 : D / 2); ++i) total[i] = 0.0f;
-    auto const total_at = [&](int i) -> float& {
-        if constexpr (SHELF) return shelf[(group * (D / 2) + i) * 128 + thread];
-        else return total[i];
-    };
-    if (SHELF)
-        for (int i = 0; i < D / 2; ++i) total_at(i) = 0.0f;
-    uint32_t q_left[SHELF ? D / 16 : 1][4];
-    if constexpr (SHELF) {
-#pragma unroll
-        for (int k = 0; k < D / 16; ++k)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                q_left[k][i] = *reinterpret_cast<uint32_t const*>(q_mine + swizzled(row % 64 + i % 2 * 8, 2 * k + i / 2, 64) + column * 2);
-    }
-
-    uint64_t const q_at = hopper::k_major(q_mine), k_at = hopper::k_major(k_tile);
-    uint64_t const v_at = hopper::mn_major(v_tile, KEYS * 128);
-    auto const multiply_keys = [&](int j) {
-        int const stage = j % STAGES;
-        hopper::barrier_wait(k_full + stage, j / STAGES % 2);
-        hopper::registers_fence(scores);
-        hopper::wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < D / 16; ++k) {
-            uint64_t const step = k / 4 * (KEYS * 128 / 16) + k % 4 * hopper::K_STEP;
-            if constexpr (SHELF) hopper::Wgmma<Element, 64>::left(scores, q_left[k], k_at + stage * (TILE / 16) + step, k > 0);
-            else hopper::Wgmma<Element, 64>::both(scores, q_at + step, k_at + stage * (TILE / 16) + step, k > 0);
-        }
-        hopper::wgmma_commit();
-    };
-    auto const multiply_values = [&](int j, uint32_t const (&p)[4][4]) {
-        int const stage = j % STAGES, start = first + j * KEYS;
-        if (!AHEAD || j == 0) hopper::barrier_wait(v_full + stage, j / STAGES % 2);
-        if (start + KEYS > segment.keys) {  // what stands past the last key may be NaN, and 0·NaN is NaN
-            int const rows = start + KEYS - segment.keys;
-            for (int i = thread; i < rows * (D / 8); i += 128) {
-                int const at = swizzled(KEYS - 1 - i / (D / 8), i % (D / 8), KEYS);
-                *reinterpret_cast<uint4*>(v_tile + stage * TILE + at) = uint4{};
+    hopper::registers_grow<PART ? 216 : 232>();
+    int const group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // so that the compiler knows it is one a warp
+    int const thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+    int const row = group * 64 + thread / 32 * 16 + lane / 4, column = lane % 4 * 2, heads = a.kv * a.group;
+    uint64_t const k_at = hopper::k_major(k_tile), v_at = hopper::mn_major(v_tile, KEYS * 128);
+    int step = 0;  // blocks of keys before this tile
+    for (int n = 0;; ++n) {
+        int const place = n % PLACES;
+        hopper::barrier_wait(q_full + place, n / PLACES % 2);
+        if (given[place] < 0) return;
+        Tile<GROUPS, PART> const tile(a, given[place]);
+        Segment const& segment = tile.segment;
+        int const first = tile.first, blocks = tile.blocks;
+        uint8_t* const q_mine = q_tiles + (place * GROUPS + group) * TILE;
+        if (!boxed) {
+            for (int i = thread; i < 64 * D / 8; i += 128) {
+                int const r = i / (D / 8), of = group * 64 + r, query = tile.query + of / a.group;
+                uint4 chunk = {};
+                if (query < segment.queries && of / a.group < tile.span && i % (D / 8) * 8 < a.width) {
+                    int64_t const at = segment.row * a.q.row + (segment.query_start + query) * a.q.token;
+                    int64_t const head = (tile.head * a.group + of % a.group) * a.q.head + i % (D / 8) * 8;
+                    chunk = *reinterpret_cast<uint4 const*>(static_cast<Element const*>(a.query) + at + head);
+                }
+                *reinterpret_cast<uint4*>(q_mine + swizzled(r, i % (D / 8), 64)) = chunk;
             }
             hopper::async_fence();
             hopper::group_sync(1 + group, 128);
         }
-        hopper::registers_fence(acc);
-        hopper::wgmma_fence();
+
+        int const last = segment.queries - 1;
+        int const position[2] = {tile.before + min(tile.query + row / a.group, last),
+                                 tile.before + min(tile.query + (row + 8) / a.group, last)};
+        int const low = tile.before + min(tile.query + group * 64 / a.group, last);
+        int const full = a.window > 0 ? first : (low + 1) / KEYS * KEYS;  // blocks below it are seen whole by every row
+
+        // The state of a row: its scaled maximum m, its mass, and in acc the sum of exp2(scores - m)·v. Two rows a
+        // thread, r and r + 8 of the fragment; the total is that of the splits which have ended.
+        float scores[32], acc[D / 2], mass[4] = {}, m[2], rescale[2];
+        float total[PART ? 1 : D / 2], total_m[2], total_mass[2] = {};
+        uint32_t p[4][4];
+        m[0] = m[1] = total_m[0] = total_m[1] = -INFINITY;
 #pragma unroll
-        for (int k = 0; k < KEYS / 16; ++k)
-            hopper::Wgmma<Element, D, hopper::K_MAJOR, hopper::MN_MAJOR>::left(
-                acc, p[k], v_at + stage * (TILE / 16) + k * hopper::MN_STEP, 1);
-        hopper::wgmma_commit();
-    };
-    auto const release = [&](uint64_t* barriers, int j) {
-        if (lane == 0) hopper::barrier_arrive(barriers + j % STAGES);
-    };
-    float rescale[2];
-    auto const weigh = [&](int j) {  // scores -> exp2(scores - m), rescale
-        int const start = first + j * KEYS;
-        if (start >= full) {
-            int const reach = a.window > 0 ? a.window : 1 << 30;
+        for (int i = 0; i < D / 2; ++i) acc[i] = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 32; ++i) {
-                int const apart = position[i / 2 % 2] - start - column - (i / 4 * 8 + i % 2);
-                scores[i] = (apart >= 0) & (apart < reach) ? scores[i] : -INFINITY;
+        for (int i = 0; i < (PART ? 1 : D / 2); ++i) total[i] = 0.0f;
+
+        uint64_t const q_at = hopper::k_major(q_mine);
+        auto const stage_of = [&](int j) { return (step + j) % STAGES; };
+        auto const wait_for = [&](uint64_t* full, int j) {
+            hopper::barrier_wait(full + stage_of(j), (step + j) / STAGES % 2);
+        };
+        auto const release = [&](uint64_t* barriers, int j) {
+            if (lane == 0) hopper::barrier_arrive(barriers + stage_of(j));
+        };
+        auto const multiply_keys = [&](int j) {
+            uint64_t const keys = k_at + stage_of(j) * (TILE / 16);
+            wait_for(k_full, j);
+            hopper::registers_fence(scores);
+            hopper::wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < D / 16; ++k) {
+                uint64_t const at = k / 4 * (KEYS * 128 / 16) + k % 4 * hopper::K_STEP;
+                hopper::Wgmma<Element, 64>::both(scores, q_at + at, keys + at, k > 0);
             }
-        }
+            hopper::wgmma_commit();
+        };
+        auto const multiply_values = [&](int j) {  // after wait_for(v_full, j)
+            int const known = segment.keys - first - j * KEYS;
+            if (known < KEYS) {  // what stands past the last key may be NaN, and 0·NaN is NaN
+                for (int i = thread; i < (KEYS - known) * (D / 8); i += 128) {
+                    int const at = swizzled(KEYS - 1 - i / (D / 8), i % (D / 8), KEYS);
+                    *reinterpret_cast<uint4*>(v_tile + stage_of(j) * TILE + at) = uint4{};
+                }
+                hopper::async_fence();
+                hopper::group_sync(1 + group, 128);
+            }
+            uint64_t const values = v_at + stage_of(j) * (TILE / 16);
+            hopper::registers_fence(acc);
+            hopper::wgmma_fence();
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float top = scores[2 * r];
+            for (int k = 0; k < KEYS / 16; ++k)
+                hopper::Wgmma<Element, D, hopper::K_MAJOR, hopper::MN_MAJOR>::left(
+                    acc, p[k], values + k * hopper::MN_STEP, 1);
+            hopper::wgmma_commit();
+        };
+        auto const weigh = [&](int j) {  // scores become exp2(scores - m)
+            int const start = first + j * KEYS;
+            if (start >= full) {
+                int const reach = a.window > 0 ? a.window : 1 << 30;
 #pragma unroll
-            for (int i = 0; i < 32; ++i)
-                if (i / 2 % 2 == r) top = fmaxf(top, scores[i]);
-            top = fmaxf(m[r], __fmul_rn(row_max(top), a.scale));
-            float const base = no_infinity(top);
-#pragma unroll
-            for (int i = 0; i < 32; ++i)
-                if (i / 2 % 2 == r) scores[i] = exp2_of(__fmaf_rn(scores[i], a.scale, -base));
-            rescale[r] = exp2_of(__fsub_rn(m[r], base));
-            m[r] = top;
-        }
-    };
-    auto const sum_rows = [&](uint32_t (&p)[4][4]) {  // after rescaling
-#pragma unroll
-        for (int k = 0; k < KEYS / 16; ++k) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) p[k][i] = hopper::pack(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1], Element());
-            add_rows<Element>(mass, p[k]);
-        }
-    };
-    auto const fold = [&](float const (&ended)[2], float const (&mass)[2]) {
-        if constexpr (!PART) {
+                for (int i = 0; i < 32; ++i) {
+                    int const apart = position[i / 2 % 2] - start - column - (i / 4 * 8 + i % 2);
+                    scores[i] = (apart >= 0) & (apart < reach) ? scores[i] : -INFINITY;
+                }
+            }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                Factors const factors(total_m[r], ended[r]);
-                total_mass[r] = factors(total_mass[r], mass[r]);
+                float top = scores[2 * r];
 #pragma unroll
-                for (int i = 0; i < D / 2; ++i)
-                    if (i / 2 % 2 == r) total_at(i) = factors(total_at(i), acc[i]);
+                for (int i = 0; i < 32; ++i)
+                    if (i / 2 % 2 == r) top = fmaxf(top, scores[i]);
+                top = fmaxf(m[r], __fmul_rn(row_max(top), a.scale));
+                float const base = no_infinity(top);
+#pragma unroll
+                for (int i = 0; i < 32; ++i)
+                    if (i / 2 % 2 == r) scores[i] = exp2_of(__fmaf_rn(scores[i], a.scale, -base));
+                rescale[r] = exp2_of(__fsub_rn(m[r], base));
+                m[r] = top;
             }
-        }
-    };
+        };
+        auto const sum_rows = [&] {  // and round them for the product with the values
+#pragma unroll
+            for (int k = 0; k < KEYS / 16; ++k) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    p[k][i] = hopper::pack(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1], Element());
+                add_rows<Element>(mass, p[k]);
+            }
+        };
+        auto const fold = [&](float const(&ended)[2], float const(&ended_mass)[2]) {
+            if constexpr (!PART) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    Factors const factors(total_m[r], ended[r]);
+                    total_mass[r] = factors(total_mass[r], ended_mass[r]);
+#pragma unroll
+                    for (int i = 0; i < D / 2; ++i)
+                        if (i / 2 % 2 == r) total[i] = factors(total[i], acc[i]);
+                }
+            }
+        };
 
-    int border = PART ? stop : a.schedule.start(a.schedule.of(first) + 1);  // where the next split starts
-    auto const mine = [&] { if (PINGPONG) hopper::group_sync(4 + group, 256); };
-    auto const yours = [&] { if (PINGPONG) hopper::group_arrive(5 - group, 256); };
-    if (PINGPONG && group == 1) yours();
-    mine();
-    multiply_keys(0);
-    yours();
-    hopper::wgmma_wait<0>();
-    hopper::registers_fence(scores);
-    release(k_free, 0);
-    weigh(0);
-    sum_rows(p);
-    auto const turn = [&](int j, uint32_t(&now)[4][4], uint32_t(&then)[4][4]) {
-        // The scores of this block and the sums of the one before are in flight together.
-        mine();
-        multiply_keys(j);
-        multiply_values(j - 1, now);
-        yours();
-        hopper::wgmma_wait<1>();
+        multiply_keys(0);
+        hopper::wgmma_wait<0>();
         hopper::registers_fence(scores);
-        release(k_free, j);
-        int const start = first + j * KEYS;
-        bool const fresh = start == border;
-        float const ended[2] = {m[0], m[1]}, ended_mass[2] = {mass[0], mass[2]};
-        if (fresh) m[0] = m[1] = -INFINITY;
-        weigh(j);
+        release(k_free, 0);
+        weigh(0);
+        sum_rows();
+        wait_for(v_full, 0);
+        int border = PART ? 0 : a.schedule.start(a.schedule.of(first) + 1);  // where the next split starts
+        for (int j = 1; j < blocks; ++j) {
+            // The scores of this block and the sums of the one before are in flight together.
+            multiply_keys(j);
+            multiply_values(j - 1);
+            hopper::wgmma_wait<1>();
+            hopper::registers_fence(scores);
+            release(k_free, j);
+            bool const fresh = first + j * KEYS == border;
+            float const ended[2] = {m[0], m[1]}, ended_mass[2] = {mass[0], mass[2]};
+            if (fresh) m[0] = m[1] = -INFINITY;  // then rescale is 0
+            weigh(j);
+            hopper::registers_fence(scores);
+            wait_for(v_full, j);  // here, so that the compiler cannot move the next wait up before the exponentials
+            hopper::wgmma_wait<0>();
+            hopper::registers_fence(acc);
+            release(v_free, j - 1);
+            if (fresh) {
+                fold(ended, ended_mass);
+                border = a.schedule.start(a.schedule.of(border) + 1);
+            }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) mass[i] = __fmul_rn(mass[i], rescale[i / 2]);
-        if (AHEAD) sum_rows(then);
-        if (AHEAD) hopper::barrier_wait(v_full + j % STAGES, j / STAGES % 2);
+            for (int i = 0; i < 4; ++i) mass[i] = __fmul_rn(mass[i], rescale[i / 2]);
+#pragma unroll
+            for (int i = 0; i < D / 2; ++i) acc[i] = __fmul_rn(acc[i], rescale[i / 2 % 2]);
+            sum_rows();
+        }
+        multiply_values(blocks - 1);
         hopper::wgmma_wait<0>();
         hopper::registers_fence(acc);
-        release(v_free, j - 1);
-        if (fresh) {
-            fold(ended, ended_mass);
-            border = a.schedule.start(a.schedule.of(start) + 1);
-        }
-#pragma unroll
-        for (int i = 0; i < D / 2; ++i) acc[i] = __fmul_rn(acc[i], rescale[i / 2 % 2]);
-        if (!AHEAD) sum_rows(now);
-    };
-    auto const last_values = [&](uint32_t(&now)[4][4]) {
-        mine();
-        multiply_values(blocks - 1, now);
-        yours();
-        hopper::wgmma_wait<0>();
-        hopper::registers_fence(acc);
-    };
-    if (AHEAD) {
-        int j = 1;
-        for (; j + 1 < blocks; j += 2) turn(j, p, next), turn(j + 1, next, p);
-        if (j < blocks) {
-            turn(j, p, next);
-            last_values(next);
-        } else {
-            last_values(p);
-        }
-    } else {
-        for (int j = 1; j < blocks; ++j) turn(j, p, p);
-        last_values(p);
-    }
-    float const ended_mass[2] = {mass[0], mass[2]};
-    if (!PART) fold(m, ended_mass);
+        release(v_free, blocks - 1);
+        float const ended_mass[2] = {mass[0], mass[2]};
+        fold(m, ended_mass);
+        step += blocks;
 
-    int64_t const slot = static_cast<int64_t>(segment.row) * a.queries + segment.query_start;
-    int const heads = a.kv * a.group;
-    if constexpr (PART) {
+        int64_t const slot = static_cast<int64_t>(segment.row) * a.queries + segment.query_start;
+        if constexpr (PART) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            int const place = row + 8 * r, query = tile * span + place / a.group;
-            if (query >= segment.queries || place / a.group >= span) continue;
-            int64_t const cell = (split * a.slots + slot + query) * heads + head * a.group + place % a.group;
-            if (column == 0) a.part_m[cell] = m[r], a.part_mass[cell] = mass[2 * r];
+            for (int r = 0; r < 2; ++r) {
+                int const of = row + 8 * r, query = tile.query + of / a.group;
+                if (query >= segment.queries || of / a.group >= tile.span) continue;
+                int64_t const cell = (tile.split * a.slots + slot + query) * heads + tile.head * a.group + of % a.group;
+                if (column == 0) a.part_m[cell] = m[r], a.part_mass[cell] = mass[2 * r];
 #pragma unroll
-            for (int i = 0; i < D / 8; ++i)
-                *reinterpret_cast<float2*>(a.part + cell * D + i * 8 + column) = {acc[4 * i + 2 * r], acc[4 * i + 2 * r + 1]};
+                for (int i = 0; i < D / 8; ++i)
+                    if (i * 8 < a.width)
+                        *reinterpret_cast<float2*>(a.part + cell * a.width + i * 8 + column) =
+                            float2{acc[4 * i + 2 * r], acc[4 * i + 2 * r + 1]};
+            }
+            if (lane == 0) hopper::barrier_arrive(q_free + place);
+            continue;
         }
-    } else {
         hopper::group_sync(1 + group, 128);  // all products with the queries are done: their place holds the rows now
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            int const place = row + 8 * r, query = tile * span + place / a.group, member = head * a.group + place % a.group;
-            bool const live = query < segment.queries && place / a.group < span;
-            Finish const finish(total_m[r], total_mass[r], a.sinks == nullptr ? nullptr : a.sinks + (live ? member : 0));
-            if (live && column == 0) a.lse[(slot + query) * heads + member] = finish.lse;
+            int const of = row + 8 * r, query = tile.query + of / a.group, head = tile.head * a.group + of % a.group;
+            bool const live = query < segment.queries && of / a.group < tile.span;
+            Finish const finish(total_m[r], total_mass[r], a.sinks == nullptr ? nullptr : a.sinks + head);
+            if (live && column == 0) a.lse[(slot + query) * heads + head] = finish.lse;
 #pragma unroll
             for (int i = 0; i < D / 8; ++i) {
-                uint32_t const both = hopper::pack(finish(total_at(4 * i + 2 * r)), finish(total_at(4 * i + 2 * r + 1)), Element());
-                *reinterpret_cast<uint32_t*>(q_mine + swizzled(place % 64, i, 64) + column * 2) = both;
+                float const left = finish(total[4 * i + 2 * r]), right = finish(total[4 * i + 2 * r + 1]);
+                *reinterpret_cast<uint32_t*>(q_mine + swizzled(of % 64, i, 64) + column * 2) =
+                    hopper::pack(left, right, Element());
             }
         }
         __syncwarp();
         for (int i = lane; i < 16 * D / 8; i += 32) {
-            int const r = thread / 32 * 16 + i / (D / 8), place = group * 64 + r, query = tile * span + place / a.group;
-            if (query >= segment.queries || place / a.group >= span) continue;
-            int64_t const cell = (slot + query) * heads + head * a.group + place % a.group;
-            *reinterpret_cast<uint4*>(static_cast<Element*>(a.out) + cell * D + i % (D / 8) * 8) =
+            int const r = thread / 32 * 16 + i / (D / 8), of = group * 64 + r, query = tile.query + of / a.group;
+            if (query >= segment.queries || of / a.group >= tile.span || i % (D / 8) * 8 >= a.width) continue;
+            int64_t const cell = (slot + query) * heads + tile.head * a.group + of % a.group;
+            *reinterpret_cast<uint4*>(static_cast<Element*>(a.out) + cell * a.width + i % (D / 8) * 8) =
                 *reinterpret_cast<uint4 const*>(q_mine + swizzled(r, i % (D / 8), 64));
         }
+        hopper::async_fence();
+        __syncwarp();
+        if (lane == 0) hopper::barrier_arrive(q_free + place);
     }
 }
 
@@ -336,7 +382,7 @@ __device__ __forceinline__ int segment_of(int const* table, int segments, int ro
     return __reduce_max_sync(0xffffffff, found);
 }
 
-// A warp a query head of a slot folds its splits upward. A pad gets 0 and -inf; more keys or queries than promised, NaN.
+// A warp folds the splits of one query head of a slot upward. A pad gets 0 and -inf; what is longer than promised, NaN.
 template <typename Element, int D>
 __global__ __launch_bounds__(128) void attention_fold_kernel(__grid_constant__ Forward const a, int limit) {
     constexpr int MINE = D / 32;
@@ -344,11 +390,12 @@ __global__ __launch_bounds__(128) void attention_fold_kernel(__grid_constant__ F
     int64_t const cell = static_cast<int64_t>(blockIdx.x) * 4 + threadIdx.x / 32, cells = a.slots * heads;
     if (cell >= cells) return;
     int const token = static_cast<int>(cell / heads % a.queries);
-    auto* const out = static_cast<Element*>(a.out) + cell * D + lane * MINE;
+    auto* const out = static_cast<Element*>(a.out) + cell * a.width + lane * MINE;
+    bool const inside = lane * MINE < a.width;
     int const line = segment_of(a.table, a.segments, static_cast<int>(cell / heads / a.queries), token, 1);
     if (line < 0) {
         asm volatile("griddepcontrol.wait;" ::: "memory");
-        for (int i = 0; i < MINE; ++i) out[i] = Element(0.0f);
+        for (int i = 0; inside && i < MINE; ++i) out[i] = Element(0.0f);
         if (lane == 0) a.lse[cell] = -INFINITY;
         return;
     }
@@ -379,7 +426,7 @@ __global__ __launch_bounds__(128) void attention_fold_kernel(__grid_constant__ F
                 int64_t const there = (chunk + start + i) * cells + cell;
 #pragma unroll
                 for (int c = 0; c < MINE; ++c)
-                    acc[i][c] = chunk + start + i < end ? a.part[there * D + lane * MINE + c] : 0.0f;
+                    acc[i][c] = inside && chunk + start + i < end ? a.part[there * a.width + lane * MINE + c] : 0.0f;
             }
 #pragma unroll
             for (int i = 0; i < DEPTH; ++i) {
@@ -393,14 +440,17 @@ __global__ __launch_bounds__(128) void attention_fold_kernel(__grid_constant__ F
     }
     Finish const finish(total_m, total_mass, a.sinks == nullptr ? nullptr : a.sinks + cell % heads);
     float const wrong = last >= a.splits || query >= limit ? NAN : 1.0f;
-    for (int i = 0; i < MINE; ++i) out[i] = Element(finish(total[i]) * wrong);
+    for (int i = 0; inside && i < MINE; ++i) out[i] = Element(finish(total[i]) * wrong);
     if (lane == 0) a.lse[cell] = finish.lse * wrong;
 }
 
-// Slots in no segment get 0 (and -inf); slots past a promised length get NaN. A warp a slot.
+// Slots in no segment get 0 (and -inf); slots past a promised length get NaN. A warp a slot. `taken` becomes 0.
 template <typename Element>
 __global__ __launch_bounds__(128) void attention_pads_kernel(
-    Element* x, float* lse, int const* table, int segments, int rows, int length, int heads, int width, int column, int limit) {
+    Element* x, float* lse, int* taken, int const* table, int segments, int rows, int length, int heads, int width,
+    int column, int limit) {
+    asm volatile("griddepcontrol.launch_dependents;");
+    if (taken != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *taken = 0;
     int const lane = threadIdx.x % 32;
     int64_t const slot = static_cast<int64_t>(blockIdx.x) * 4 + threadIdx.x / 32;
     if (slot >= static_cast<int64_t>(rows) * length) return;
@@ -413,8 +463,8 @@ __global__ __launch_bounds__(128) void attention_pads_kernel(
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Backward: with dp_ij = dout_i.v_j and delta_i = dout_i.out_i,
-//     dv_j = sum_i p_ij dout_i,  ds_ij = p_ij (dp_ij - delta_i),  dk_j = scale sum_i ds_ij q_i,  dq_i = scale sum_j ds_ij k_j
+// Backward: with dp_ij = dout_i·v_j and delta_i = dout_i·out_i,
+//     dv_j = Σ_i p_ij dout_i, ds_ij = p_ij (dp_ij - delta_i), dk_j = scale Σ_i ds_ij q_i, dq_i = scale Σ_j ds_ij k_j
 
 struct Backward {
     void const *query, *out, *grad;
@@ -425,7 +475,7 @@ struct Backward {
     Strides q, o, g;
     int64_t slots;
     float scale, factor;  // scale with log2(e), and without
-    int segments, tiles, queries, keys, kv, group, window;
+    int segments, tiles, queries, keys, kv, group, width, window;
 };
 
 // A row is summed by D / 8 threads: eight products each in this order, then halves, quarters, ... of them together.
@@ -535,8 +585,8 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
             int const stage = j % STAGES, member = head * a.group + j / run, start = (begin + j % run) * KEYS;
             hopper::barrier_wait(free + stage, j / STAGES % 2 ^ 1);
             int const first = start - before;  // may be negative: rows that the consumers clear
-            float2 const* const line_stats =
-                a.stats + (static_cast<int64_t>(segment.row) * a.kv * a.group + member) * a.queries + segment.query_start;
+            int64_t const line_of = static_cast<int64_t>(segment.row) * a.kv * a.group + member;
+            float2 const* const line_stats = a.stats + line_of * a.queries + segment.query_start;
             for (int i = lane; i < 64; i += 32) {
                 bool const live = first + i >= 0 && first + i < segment.queries;
                 uint32_t const to = hopper::shared_address(reinterpret_cast<float2*>(stats + stage * 32) + i);
@@ -544,8 +594,8 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
                              "l"(line_stats + (live ? first + i : 0)), "r"(live ? 8 : 0)
                              : "memory");
             }
-            asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(hopper::shared_address(full + stage))
-                         : "memory");
+            uint32_t const there = hopper::shared_address(full + stage);
+            asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(there) : "memory");
             if (lane == 0) {
                 hopper::barrier_expect(full + stage, 2 * TILE);
                 for (int half = 0; half < D / 64; ++half) {
@@ -597,7 +647,8 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
             for (int i = 0; i < 8; ++i) {
                 float4 const two = pairs[4 * i];
 #pragma unroll
-                for (int e = 0; e < 4; ++e) p[4 * i + e] = exp2_of(__fmaf_rn(p[4 * i + e], a.scale, e % 2 ? two.z : two.x));
+                for (int e = 0; e < 4; ++e)
+                    p[4 * i + e] = exp2_of(__fmaf_rn(p[4 * i + e], a.scale, e % 2 ? two.z : two.x));
             }
             if (start < lowest + 64 || a.window > 0) {
                 int const reach = a.window > 0 ? a.window : 1 << 30;
@@ -645,9 +696,9 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
     __syncwarp();
     for (int i = lane; i < 16 * D / 8; i += 32) {
         int const r = thread / 32 * 16 + i / (D / 8), chunk = i % (D / 8);
-        if (lowest + r >= segment.keys) continue;
+        if (lowest + r >= segment.keys || chunk * 8 >= a.width) continue;
         int64_t const slot = static_cast<int64_t>(segment.row) * a.keys + segment.key_start + lowest + r;
-        int64_t const to = (slot * a.kv + head) * (D / 8) + chunk;
+        int64_t const to = (slot * a.kv + head) * (a.width / 8) + chunk;
         int const at = group * TILE + swizzled(r, chunk, 64);
         static_cast<uint4*>(a.dk)[to] = *reinterpret_cast<uint4 const*>(k_tile + at);
         static_cast<uint4*>(a.dv)[to] = *reinterpret_cast<uint4 const*>(v_tile + at);
@@ -704,7 +755,7 @@ __global__ __launch_bounds__(384, 1) void attention_dq_kernel(
     for (int i = thread; i < 64 * D / 8; i += 128) {
         int const r = i / (D / 8), chunk = i % (D / 8), place = group * 64 + r, query = tile * span + place / a.group;
         uint4 q = {}, g = {};
-        if (query < segment.queries && place / a.group < span) {
+        if (query < segment.queries && place / a.group < span && chunk * 8 < a.width) {
             int const member = head * a.group + place % a.group, token = segment.query_start + query;
             int64_t const q_from = segment.row * a.q.row + token * a.q.token + member * a.q.head;
             int64_t const g_from = segment.row * a.g.row + token * a.g.token + member * a.g.head;
@@ -789,8 +840,8 @@ __global__ __launch_bounds__(384, 1) void attention_dq_kernel(
     __syncwarp();
     for (int i = lane; i < 16 * D / 8; i += 32) {
         int const r = thread / 32 * 16 + i / (D / 8), place = group * 64 + r, query = tile * span + place / a.group;
-        if (query >= segment.queries || place / a.group >= span) continue;
-        int64_t const to = ((slot + query) * heads + head * a.group + place % a.group) * (D / 8) + i % (D / 8);
+        if (query >= segment.queries || place / a.group >= span || i % (D / 8) * 8 >= a.width) continue;
+        int64_t const to = ((slot + query) * heads + head * a.group + place % a.group) * (a.width / 8) + i % (D / 8);
         static_cast<uint4*>(a.dq)[to] =
             *reinterpret_cast<uint4 const*>(q_tile + group * TILE + swizzled(r, i % (D / 8), 64));
     }
@@ -802,75 +853,66 @@ __global__ __launch_bounds__(384, 1) void attention_dq_kernel(
 // Keys, values or queries as [rows, tokens, heads, width], in boxes of `box` tokens of one head and 64 columns.
 template <typename Element>
 cudaError_t map_tokens(CUtensorMap* map, void const* x, int64_t rows, int64_t tokens, int64_t heads, int64_t width,
-                       Strides const& step, int box_tokens) {
+                       Strides const& step, int box_tokens, int box_heads = 1) {
     uint64_t const sizes[4] = {uint64_t(width), uint64_t(heads), uint64_t(tokens), uint64_t(rows)};
     uint64_t const steps[3] = {uint64_t(step.head) * 2, uint64_t(step.token) * 2, uint64_t(step.row) * 2};
-    uint32_t const box[4] = {64, 1, uint32_t(box_tokens), 1};
+    uint32_t const box[4] = {64, uint32_t(box_heads), uint32_t(box_tokens), 1};
     return encode_tiled(map, hopper::map_type<Element>(), 4, x, sizes, steps, box, CU_TENSOR_MAP_SWIZZLE_128B,
                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
+// `early`: the kernel may start before the one in front of it has ended, and waits for it itself.
 template <typename Kernel, typename... Arguments>
-cudaError_t launch(Kernel kernel, int64_t blocks, int threads, int bytes, cudaStream_t stream, Arguments const&... arguments) {
+cudaError_t launch(Kernel kernel, int64_t blocks, int threads, int bytes, bool early, cudaStream_t stream,
+                   Arguments... arguments) {
     RLSPEC_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(arguments...);
-    return cudaGetLastError();
-}
-
-// A kernel that may start before the one in front of it has ended, and waits for it itself.
-template <typename Kernel, typename... Arguments>
-cudaError_t launch_early(Kernel kernel, int64_t blocks, int threads, bool early, cudaStream_t stream, Arguments... arguments) {
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = early;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(blocks)), config.blockDim = dim3(threads), config.stream = stream;
-    config.attrs = &attribute, config.numAttrs = 1;
+    config.gridDim = dim3(static_cast<unsigned>(blocks)), config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = bytes, config.stream = stream, config.attrs = &attribute, config.numAttrs = early;
     return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
+// x [rows, length, heads, width]; `column` of the table says where its segments start.
 template <typename Element>
-cudaError_t clear_pads(void* x, float* lse, int const* table, int segments, int64_t rows, int64_t length, int heads,
-                       int width, int column, int limit, cudaStream_t stream) {
-    return launch(attention_pads_kernel<Element>, (rows * length + 3) / 4, 128, 0, stream, static_cast<Element*>(x), lse,
-                  table, segments, int(rows), int(length), heads, width, column, limit);
+cudaError_t clear_pads(void* x, float* lse, int* taken, int const* table, int segments, int64_t rows, int length,
+                       int heads, int width, int column, int limit, cudaStream_t stream) {
+    return launch(attention_pads_kernel<Element>, (rows * length + 3) / 4, 128, 0, false, stream,
+                  static_cast<Element*>(x), lse, taken, table, segments, int(rows), length, heads, width, column,
+                  limit);
 }
 
-template <typename Element, int D, int GROUPS, bool PART, int STAGES, int FLAGS>
-cudaError_t launch_forward(CUtensorMap const& key, CUtensorMap const& value, Forward const& a, cudaStream_t stream) {
-    int const bytes = (GROUPS + 2 * STAGES) * KEYS * D * 2 + STAGES * 32 + (FLAGS & 4 ? GROUPS * 64 * D * 4 : 0);
-    int64_t const blocks = static_cast<int64_t>(a.kv) * a.segments * a.tiles * (PART ? a.splits : 1);
-    return launch(attention_forward_kernel<Element, D, GROUPS, PART, STAGES, FLAGS>, blocks, GROUPS * 128 + 128, bytes,
-                  stream, key, value, a);
+template <typename Element, int D, int GROUPS, bool PART, int STAGES, int PLACES>
+cudaError_t launch_forward(CUtensorMap const (&maps)[3], Forward const& a, int64_t blocks, cudaStream_t stream) {
+    int const bytes = (PLACES * GROUPS + 2 * STAGES) * KEYS * D * 2 + STAGES * 32 + PLACES * 16 + 16;
+    return launch(attention_forward_kernel<Element, D, GROUPS, PART, STAGES, PLACES>, blocks, GROUPS * 128 + 128, bytes,
+                  !PART, stream, maps[0], maps[1], maps[2], a);
 }
 
 template <typename Element, int D>
-cudaError_t run_forward(Forward const& a, void const* key, void const* value, int64_t key_rows, int64_t key_tokens,
-                        Strides const& k, Strides const& v, int64_t rows, int max_query, int variant, cudaStream_t stream) {
-    CUtensorMap key_map, value_map;
-    RLSPEC_TRY(map_tokens<Element>(&key_map, key, key_rows, key_tokens, a.kv, D, k, a.box));
-    RLSPEC_TRY(map_tokens<Element>(&value_map, value, key_rows, key_tokens, a.kv, D, v, a.box));
+cudaError_t run_forward(Forward a, void const* key, void const* value, int64_t key_rows, int64_t key_tokens,
+                        Strides const& k, Strides const& v, int64_t rows, int max_query, cudaStream_t stream) {
+    CUtensorMap maps[3];
+    int const heads = a.kv * a.group;
+    if (64 % a.group == 0)
+        RLSPEC_TRY(map_tokens<Element>(&maps[0], a.query, rows, a.queries, heads, a.width, a.q, 64 / a.group, a.group));
+    RLSPEC_TRY(map_tokens<Element>(&maps[1], key, key_rows, key_tokens, a.kv, a.width, k, a.box));
+    RLSPEC_TRY(map_tokens<Element>(&maps[2], value, key_rows, key_tokens, a.kv, a.width, v, a.box));
+    a.items = a.kv * a.segments * a.tiles * (a.part != nullptr ? a.splits : 1);
+    int device = 0, processors = 0;
+    RLSPEC_TRY(cudaGetDevice(&device));
+    RLSPEC_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
     if (a.part != nullptr) {
-        RLSPEC_TRY((launch_forward<Element, D, 1, true, 3, 0>(key_map, value_map, a, stream)));
-        return launch_early(attention_fold_kernel<Element, D>, (a.slots * a.kv * a.group + 3) / 4, 128, variant != 8, stream, a,
-                            max_query);
+        int const busy = 2 * processors;  // blocks of threads at a time
+        if (a.items > 4 * busy) RLSPEC_TRY((launch_forward<Element, D, 1, true, 2, 2>(maps, a, busy, stream)));
+        else RLSPEC_TRY((launch_forward<Element, D, 1, true, 3, 1>(maps, a, a.items, stream)));
+        return launch(attention_fold_kernel<Element, D>, (a.slots * heads + 3) / 4, 128, 0, true, stream, a, max_query);
     }
-#ifdef VARIANTS
-    bool done = false;
-    if constexpr (D == 128 && std::is_same_v<Element, __nv_bfloat16>) {
-        done = variant > 0;
-        if (variant == 1) RLSPEC_TRY((launch_forward<Element, D, 2, false, 4, 1>(key_map, value_map, a, stream)));
-        if (variant == 2) RLSPEC_TRY((launch_forward<Element, D, 2, false, 4, 2>(key_map, value_map, a, stream)));
-        if (variant == 3) RLSPEC_TRY((launch_forward<Element, D, 2, false, 4, 3>(key_map, value_map, a, stream)));
-        if (variant == 4) RLSPEC_TRY((launch_forward<Element, D, 2, false, 4, 4>(key_map, value_map, a, stream)));
-        if (variant == 5) RLSPEC_TRY((launch_forward<Element, D, 2, false, 4, 5>(key_map, value_map, a, stream)));
-        if (variant == 6) RLSPEC_TRY((launch_forward<Element, D, 2, false, 4, 6>(key_map, value_map, a, stream)));
-        if (variant == 7) RLSPEC_TRY((launch_forward<Element, D, 2, false, 4, 7>(key_map, value_map, a, stream)));
-    }
-    if (!done)
-#endif
-    RLSPEC_TRY((launch_forward<Element, D, 2, false, 4, 0>(key_map, value_map, a, stream)));
-    return clear_pads<Element>(a.out, a.lse, a.table, a.segments, rows, a.queries, a.kv * a.group, D, 1, max_query, stream);
+    RLSPEC_TRY(clear_pads<Element>(a.out, a.lse, a.taken, a.table, a.segments, rows, a.queries, heads, a.width, 1,
+                                   max_query, stream));
+    return launch_forward<Element, D, 2, false, 4, 2>(maps, a, min(a.items, processors), stream);
 }
 
 template <typename Element, int D>
@@ -879,20 +921,28 @@ cudaError_t run_backward(Backward a, void const* key, void const* value, int64_t
     constexpr int TILE = 64 * D * 2, DKV = 3, DQ = D == 128 ? 3 : 4;
     int const heads = a.kv * a.group;
     CUtensorMap query_map, grad_map, key_map, value_map;
-    RLSPEC_TRY(map_tokens<Element>(&query_map, a.query, rows, a.queries, heads, D, a.q, 64));
-    RLSPEC_TRY(map_tokens<Element>(&grad_map, a.grad, rows, a.queries, heads, D, a.g, 64));
-    RLSPEC_TRY(map_tokens<Element>(&key_map, key, rows, a.keys, a.kv, D, k, 64));
-    RLSPEC_TRY(map_tokens<Element>(&value_map, value, rows, a.keys, a.kv, D, v, 64));
-    RLSPEC_TRY(launch(attention_delta_kernel<Element, D>, (a.slots * heads * (D / 8) + 127) / 128, 128, 0, stream, a));
+    RLSPEC_TRY(map_tokens<Element>(&query_map, a.query, rows, a.queries, heads, a.width, a.q, 64));
+    RLSPEC_TRY(map_tokens<Element>(&grad_map, a.grad, rows, a.queries, heads, a.width, a.g, 64));
+    RLSPEC_TRY(map_tokens<Element>(&key_map, key, rows, a.keys, a.kv, a.width, k, 64));
+    RLSPEC_TRY(map_tokens<Element>(&value_map, value, rows, a.keys, a.kv, a.width, v, 64));
+    auto* const delta = a.width == 16   ? attention_delta_kernel<Element, 16>
+                        : a.width == 32 ? attention_delta_kernel<Element, 32>
+                                        : attention_delta_kernel<Element, D>;
+    RLSPEC_TRY(launch(delta, (a.slots * heads * (a.width / 8) + 127) / 128, 128, 0, false, stream, a));
     int64_t const samples = static_cast<int64_t>(a.kv) * a.segments;
-    RLSPEC_TRY(launch(attention_dkv_kernel<Element, D, DKV>, samples * ((max_key + 127) / 128), 384,
-                      (4 + 2 * DKV) * TILE + DKV * (512 + 16) + 8, stream, query_map, grad_map, key_map, value_map, a));
+    int const for_dkv = (4 + 2 * DKV) * TILE + DKV * (512 + 16) + 8, for_dq = (4 + 2 * DQ) * TILE + DQ * 16;
+    RLSPEC_TRY(launch(attention_dkv_kernel<Element, D, DKV>, samples * ((max_key + 127) / 128), 384, for_dkv, false,
+                      stream, query_map, grad_map, key_map, value_map, a));
     a.tiles = (max_query + 128 / a.group - 1) / (128 / a.group);
-    RLSPEC_TRY(launch(attention_dq_kernel<Element, D, DQ>, samples * a.tiles, 384, (4 + 2 * DQ) * TILE + DQ * 16, stream,
-                      key_map, value_map, a));
-    RLSPEC_TRY(clear_pads<Element>(a.dq, nullptr, a.table, a.segments, rows, a.queries, heads, D, 1, max_query, stream));
-    RLSPEC_TRY(clear_pads<Element>(a.dk, nullptr, a.table, a.segments, rows, a.keys, a.kv, D, 3, max_key, stream));
-    return clear_pads<Element>(a.dv, nullptr, a.table, a.segments, rows, a.keys, a.kv, D, 3, max_key, stream);
+    RLSPEC_TRY(launch(attention_dq_kernel<Element, D, DQ>, samples * a.tiles, 384, for_dq, false, stream, key_map,
+                      value_map, a));
+    auto const clear = [&](void* x, int length, int of, int column, int limit) {
+        return clear_pads<Element>(x, nullptr, nullptr, a.table, a.segments, rows, length, of, a.width, column, limit,
+                                   stream);
+    };
+    RLSPEC_TRY(clear(a.dq, a.queries, heads, 1, max_query));
+    RLSPEC_TRY(clear(a.dk, a.keys, a.kv, 3, max_key));
+    return clear(a.dv, a.keys, a.kv, 3, max_key);
 }
 
 }  // namespace rlspec
@@ -902,27 +952,28 @@ using namespace rlspec;
 // `part`, `part_m` and `part_mass` null: splits are folded in place. `scale` holds log2(e) too.
 extern "C" int attention_forward(
     void const* query, void const* key, void const* value, int const* table, int const* pages, float const* sinks,
-    void* out, float* lse, int*, float* part, float* part_m, float* part_mass, int64_t dtype, int64_t width, int64_t rows,
-    int64_t queries, int64_t key_rows, int64_t key_tokens, int64_t kv, int64_t group, int64_t q_row, int64_t q_token,
-    int64_t q_head, int64_t k_row, int64_t k_token, int64_t k_head, int64_t v_row, int64_t v_token, int64_t v_head,
+    void* out, float* lse, int* taken, float* part, float* part_m, float* part_mass, int64_t dtype, int64_t width,
+    int64_t rows, int64_t queries, int64_t key_rows, int64_t key_tokens, int64_t kv, int64_t group, int64_t q_row,
+    int64_t q_token, int64_t q_head, int64_t k_row, int64_t k_token, int64_t k_head, int64_t v_row, int64_t v_token, int64_t v_head,
     int64_t segments, int64_t max_query, int64_t splits, int64_t listed, int64_t page, int64_t window, int64_t early,
-    int64_t change, int64_t late, int64_t variant, float scale, cudaStream_t stream) {
+    int64_t change, int64_t late, float scale, cudaStream_t stream) {
     int const span = (part != nullptr ? 64 : 128) / static_cast<int>(group);
     Forward a = {};
     a.query = query, a.table = table, a.pages = pages, a.sinks = sinks, a.out = out, a.lse = lse;
-    a.part = part, a.part_m = part_m, a.part_mass = part_mass;
+    a.taken = taken, a.part = part, a.part_m = part_m, a.part_mass = part_mass;
     a.q = {q_row, q_token, q_head}, a.slots = rows * queries, a.scale = scale;
     a.segments = int(segments), a.tiles = int((max_query + span - 1) / span), a.splits = int(splits);
     a.queries = int(queries), a.listed = int(listed), a.page = int(page), a.kv = int(kv), a.group = int(group);
+    a.width = int(width);
     a.box = page > 0 && page < KEYS ? int(page) : KEYS, a.window = int(window);
     a.schedule = {int(early), int(change), int(late)};
     Strides const k = {k_row, k_token, k_head}, v = {v_row, v_token, v_head};
     auto const run = [&](auto runner) {
-        return runner(a, key, value, key_rows, key_tokens, k, v, rows, int(max_query), int(variant), stream);
+        return runner(a, key, value, key_rows, key_tokens, k, v, rows, int(max_query), stream);
     };
-    if (dtype == BF16 && width == 64) return run(run_forward<__nv_bfloat16, 64>);
+    if (dtype == BF16 && width <= 64) return run(run_forward<__nv_bfloat16, 64>);
     if (dtype == BF16 && width == 128) return run(run_forward<__nv_bfloat16, 128>);
-    if (dtype == FP16 && width == 64) return run(run_forward<__half, 64>);
+    if (dtype == FP16 && width <= 64) return run(run_forward<__half, 64>);
     if (dtype == FP16 && width == 128) return run(run_forward<__half, 128>);
     return cudaErrorInvalidValue;
 }
@@ -936,18 +987,18 @@ extern "C" int attention_backward(
     int64_t o_token, int64_t o_head, int64_t g_row, int64_t g_token, int64_t g_head, int64_t segments,
     int64_t max_query, int64_t max_key, int64_t window, float scale, float factor, cudaStream_t stream) {
     Backward a = {};
-    a.query = query, a.out = out, a.grad = grad, a.table = table, a.lse = lse, a.stats = reinterpret_cast<float2*>(stats);
-    a.dq = dq, a.dk = dk, a.dv = dv;
+    a.query = query, a.out = out, a.grad = grad, a.table = table, a.lse = lse;
+    a.stats = reinterpret_cast<float2*>(stats), a.dq = dq, a.dk = dk, a.dv = dv;
     a.q = {q_row, q_token, q_head}, a.o = {o_row, o_token, o_head}, a.g = {g_row, g_token, g_head};
     a.slots = rows * queries, a.scale = scale, a.factor = factor, a.segments = int(segments), a.queries = int(queries);
-    a.keys = int(keys), a.kv = int(kv), a.group = int(group), a.window = int(window);
+    a.keys = int(keys), a.kv = int(kv), a.group = int(group), a.width = int(width), a.window = int(window);
     Strides const k = {k_row, k_token, k_head}, v = {v_row, v_token, v_head};
     auto const run = [&](auto runner) {
         return runner(a, key, value, rows, k, v, int(max_query), int(max_key), stream);
     };
-    if (dtype == BF16 && width == 64) return run(run_backward<__nv_bfloat16, 64>);
+    if (dtype == BF16 && width <= 64) return run(run_backward<__nv_bfloat16, 64>);
     if (dtype == BF16 && width == 128) return run(run_backward<__nv_bfloat16, 128>);
-    if (dtype == FP16 && width == 64) return run(run_backward<__half, 64>);
+    if (dtype == FP16 && width <= 64) return run(run_backward<__half, 64>);
     if (dtype == FP16 && width == 128) return run(run_backward<__half, 128>);
     return cudaErrorInvalidValue;
 }

@@ -2,12 +2,12 @@
 //
 //     product    out[m, n] = round( Σ_k x[m, k] · weight[n, k] )        weight [N, K], or [K, N] read as it lies
 //     resumed    out[m, n] = round( out[m, n] + Σ_k a · b )             the chain goes on from memory
-//     folded     the same for weight gradients, of rows that a table names
-//     plain      all of these for any strides, and for fp32
+//     plain      either of the two for any strides, and for fp32
+//     place_blocks   says where `resumed` finds the rows that a table names
 //
-// Promise. Each element is one fp32 chain: the reduced index ascends in groups of 16 that start at multiples of 16, each
-// group one step of the matrix unit; one rounding at the end. No split of the reduced index, no atomics. Tiles, the order
-// of operands, stages, clusters and persistence decide who computes an element and when, never this order.
+// Promise. Each element is one fp32 chain: the reduced index ascends in groups of 16 that start at multiples of 16,
+// each group one step of the matrix unit; one rounding at the end. No split of the reduced index, no atomics. Tiles,
+// the order of operands, stages and persistence decide who computes an element and when, never this order.
 // fp32 is multiplied outside the matrix unit, by fused multiply-adds, k ascending.
 //
 // Limits. Tensor memory access wants dense rows that start at multiples of 16 bytes; `plain` wants nothing.
@@ -21,7 +21,7 @@ using namespace gemm;
 
 // ---- results ----
 
-// [rows, columns], dense; or the other way round if `swap`: then the tile's rows are columns of `data`.
+// [rows, columns], dense. With SWAP the weight is the left operand, and a tile's rows are columns of the result.
 struct Result {
     void* data;
     Dtype type;
@@ -56,9 +56,8 @@ __device__ __forceinline__ void store_here(const float (&acc)[T::HEIGHT][T::COLU
     for (int h = 0; h < T::HEIGHT; ++h) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int inside = (warpgroup * T::HEIGHT + h) * 64 + 16 * warp + lane / 4 + 8 * half;
-            const int row = m + inside;
-            if (inside >= T::LOADED || row >= (SWAP ? out.columns : out.rows)) continue;
+            const int row = m + (warpgroup * T::HEIGHT + h) * 64 + 16 * warp + lane / 4 + 8 * half;
+            if (row >= (SWAP ? out.columns : out.rows)) continue;
 #pragma unroll
             for (int j = 0; j < T::COLUMNS / 8; ++j) {
                 const int column = n + 8 * j + 2 * (lane % 4);
@@ -84,9 +83,9 @@ __device__ __forceinline__ void store_here(const float (&acc)[T::HEIGHT][T::COLU
 
 // ---- product ----
 
-// From registers, where tiles are small or no multiple of 128 bytes wide.
+// Tiles that are small or no multiple of 128 bytes wide are stored from registers.
 template <class T, bool SWAP>
-constexpr bool HERE = SWAP || T::LOADED < 64 || T::COLUMNS % 64 != 0;
+constexpr bool HERE = SWAP || T::COLUMNS % 64 != 0;
 
 template <class T, bool SWAP>
 constexpr int BUFFERS = HERE<T, SWAP> ? 0 : T::CONSUMERS * 2 * 8192;
@@ -100,23 +99,22 @@ __global__ void __launch_bounds__(T::THREADS, 1)
     if (threadIdx.x == 0) map_prefetch(&a), map_prefetch(&b);
     const Barriers barriers = start<T>(loaded, BUFFERS<T, SWAP>);
     const Walk<T> walk(SWAP ? out.columns : out.rows, SWAP ? out.rows : out.columns);
-    const int first = blockIdx.x / T::BLOCKS, stride = gridDim.x / T::BLOCKS;
     Ring<T::STAGES> ring;
     if (threadIdx.x < 128) {
         if constexpr (T::CONSUMERS > 1) registers_shrink<40>();
         if (threadIdx.x == 0) {
-            for (int tile = first; tile < walk.count; tile += stride) {
+            for (int tile = blockIdx.x; tile < walk.count; tile += gridDim.x) {
                 const Place place = walk.at(tile);
-                produce<T>(loaded, barriers, ring, &a, &b, place.m * T::LOADED, place.n * T::COLUMNS, steps);
+                produce<T>(loaded, barriers, ring, &a, &b, place.m * T::ROWS, place.n * T::COLUMNS, steps);
             }
         }
     } else {
         if constexpr (T::CONSUMERS > 1) registers_grow<232>();
         const int warpgroup = threadIdx.x / 128 - 1;
         float acc[T::HEIGHT][T::COLUMNS / 2];
-        for (int tile = first; tile < walk.count; tile += stride) {
+        for (int tile = blockIdx.x; tile < walk.count; tile += gridDim.x) {
             const Place place = walk.at(tile);
-            const int m = place.m * T::LOADED, n = place.n * T::COLUMNS;
+            const int m = place.m * T::ROWS, n = place.n * T::COLUMNS;
             chain<T>(acc, loaded, barriers, ring, warpgroup, steps, false);
             with_type(out.type, [&](auto type) {
                 using Out = decltype(type);
@@ -129,7 +127,6 @@ __global__ void __launch_bounds__(T::THREADS, 1)
         }
         if (!HERE<T, SWAP> && threadIdx.x % 128 == 0) tma_store_wait<0>();
     }
-    finish<T>();
 }
 
 struct Operand {
@@ -156,14 +153,14 @@ cudaError_t launch_product(Operand x, Operand weight, Result out, int64_t width,
     int steps = static_cast<int>((width - 1) / T::PACE + 1);
     const Walk<T> walk(SWAP ? out.columns : out.rows, SWAP ? out.rows : out.columns);
     void* arguments[] = {&a_map, &b_map, &stored, &out, &steps};
-    return launch_steady(reinterpret_cast<const void*>(product<T, SWAP>), walk.count, T::BLOCKS, T::THREADS,
+    return launch_steady(reinterpret_cast<const void*>(product<T, SWAP>), walk.count, T::THREADS,
                          shared_bytes<T>(BUFFERS<T, SWAP>), arguments, stream);
 }
 
 // ---- resumed ----
 // The chain goes on from the stored value; to add two finished sums would be another rounding.
 
-// Calls f(element of acc, its neighbour, where both stand in the result, whether they do), over a thread's accumulators.
+// Calls f(element of acc, its neighbour, where both stand in the result, whether they do) over a thread's accumulators.
 // The result has an even number of columns.
 template <class T, typename Out, typename F>
 __device__ __forceinline__ void with_pairs(float (&acc)[T::HEIGHT][T::COLUMNS / 2], Result out, int m, int n,
@@ -185,12 +182,51 @@ __device__ __forceinline__ void with_pairs(float (&acc)[T::HEIGHT][T::COLUMNS / 
     }
 }
 
+// An operand whose reduced index runs along the rows: boxes of 64 rows, of 16, and of 16 of a copy.
+struct Source {
+    CUtensorMap whole, block, copied;
+};
+
+// As `produce`, of blocks of 16 rows that lie at `starts`, or, where that is negative, at their place in the copy.
+template <class T>
+__device__ __forceinline__ void produce_blocks(uint8_t* memory, Barriers barriers, Ring<T::STAGES>& ring,
+                                               const Source& a, const Source& b, const int4* starts, int m, int n,
+                                               int steps) {
+    static_assert(T::PACE == 4 * GROUP && T::SLABS == 1 && T::A == MN_MAJOR && T::B == MN_MAJOR);
+    int4 next = starts[0];
+    for (int step = 0; step < steps; ++step) {
+        const int start[4] = {next.x, next.y, next.z, next.w};
+        if (step + 1 < steps) next = starts[step + 1];
+        barrier_wait(barriers.empty + ring.stage, ring.parity ^ 1);
+        uint64_t* full = barriers.full + ring.stage;
+        uint8_t *to_a = memory + ring.stage * T::STAGE, *to_b = to_a + T::A_SLAB;
+        barrier_expect(full, T::STAGE);
+        const bool whole = start[0] >= 0 && start[1] == start[0] + GROUP && start[2] == start[1] + GROUP &&
+                           start[3] == start[2] + GROUP;
+        if (whole) {
+            load_slab<MN_MAJOR, T::ROWS>(to_a, &a.whole, full, m, start[0]);
+            load_slab<MN_MAJOR, T::COLUMNS>(to_b, &b.whole, full, n, start[0]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const bool stays = start[i] >= 0;
+                const int row = stays ? start[i] : (4 * step + i) * GROUP;
+                const CUtensorMap *of_a = stays ? &a.block : &a.copied, *of_b = stays ? &b.block : &b.copied;
+                load_slab<MN_MAJOR, T::ROWS>(to_a + i * GROUP * 128, of_a, full, m, row);
+                load_slab<MN_MAJOR, T::COLUMNS>(to_b + i * GROUP * 128, of_b, full, n, row);
+            }
+        }
+        ring.next();
+    }
+}
+
 template <class T>
 __global__ void __launch_bounds__(T::THREADS, 1)
-    resumed(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, const Result out,
+    resumed(const __grid_constant__ Source a, const __grid_constant__ Source b, const Result out, const int4* starts,
             const int steps, const int resume) {
     extern __shared__ uint8_t memory[];
     uint8_t* loaded = aligned(memory);
+    if (threadIdx.x == 0) map_prefetch(&a.whole), map_prefetch(&b.whole);
     const Barriers barriers = start<T>(loaded, 0);
     const Walk<T> walk(out.rows, out.columns);
     Ring<T::STAGES> ring;
@@ -199,7 +235,14 @@ __global__ void __launch_bounds__(T::THREADS, 1)
         if (threadIdx.x == 0) {
             for (int tile = blockIdx.x; tile < walk.count; tile += gridDim.x) {
                 const Place place = walk.at(tile);
-                produce<T>(loaded, barriers, ring, &a, &b, place.m * T::ROWS, place.n * T::COLUMNS, steps);
+                const int m = place.m * T::ROWS, n = place.n * T::COLUMNS;
+                if constexpr (T::A == MN_MAJOR) {
+                    if (starts != nullptr) {
+                        produce_blocks<T>(loaded, barriers, ring, a, b, starts, m, n, steps);
+                        continue;
+                    }
+                }
+                produce<T>(loaded, barriers, ring, &a.whole, &b.whole, m, n, steps);
             }
         }
     } else {
@@ -225,242 +268,80 @@ __global__ void __launch_bounds__(T::THREADS, 1)
     }
 }
 
+// Where rows of a table come from: `existing` rows of the operands, `copied` rows of their copies.
+struct Blocks {
+    const int32_t* starts;
+    const void *a_copy, *b_copy;
+    int64_t existing, copied;
+};
+
 template <class T>
-cudaError_t launch_resumed(Operand a, Operand b, Result out, int64_t reduced, bool resume, cudaStream_t stream) {
+cudaError_t map_source(Source* source, Operand from, const void* copy, const Blocks& blocks, int64_t reduced, int box) {
     using Element = typename T::Element;
-    CUtensorMap a_map, b_map;
-    RLSPEC_TRY((map_operand<T::A, Element>(&a_map, a.data, a.lines, reduced, a.stride, a_box<T>())));
-    RLSPEC_TRY((map_operand<T::B, Element>(&b_map, b.data, b.lines, reduced, b.stride, b_box<T>())));
-    int steps = static_cast<int>((reduced - 1) / T::PACE + 1), goes_on = resume;
-    void* arguments[] = {&a_map, &b_map, &out, &steps, &goes_on};
-    return launch_steady(reinterpret_cast<const void*>(resumed<T>), Walk<T>(out.rows, out.columns).count, 1, T::THREADS,
-                         shared_bytes<T>(0), arguments, stream);
+    const bool anywhere = blocks.starts != nullptr;
+    const int64_t rows = anywhere ? blocks.existing : reduced;
+    RLSPEC_TRY((map_operand<MN_MAJOR, Element>(&source->whole, from.data, from.lines, rows, from.stride, box)));
+    if (!anywhere) return cudaSuccess;
+    RLSPEC_TRY((map_operand<MN_MAJOR, Element>(&source->block, from.data, from.lines, rows, from.stride, GROUP)));
+    return map_operand<MN_MAJOR, Element>(&source->copied, copy, from.lines, blocks.copied, from.lines, GROUP);
 }
 
-// ---- folded ----
-// As `resumed`, for the gradient of a weight, which is short of time for its accumulators: they wait in shared memory
-// while the tile before is multiplied, and the results of that tile leave from the same place.
-
-// Rows of the operands, 16 a block, block after block; -1 is a row of zeros.
-struct Table {
-    const int32_t* rows;
-    int count, existing;
-};
-
-// Boxes of 32 rows, of 16 and of 1.
-struct Boxes {
-    CUtensorMap whole, block, single;
-};
-
-// One box for each 64 of M or N, of rows from `row` on.
-template <class T, int LINES>
-__device__ __forceinline__ void load_rows(uint8_t* to, const CUtensorMap* map, uint64_t* barrier, int line, int row) {
-#pragma unroll
-    for (int i = 0; i < LINES / 64; ++i) tma_load(to + i * T::ACROSS_64, map, barrier, line + 64 * i, row);
-}
-
-// As `produce`, of rows that a table names; by a warp. Rows that lie together come in one box, of 32 or of 16; else each
-// comes in its own. Rows of zeros are read from in front of the tensor.
 template <class T>
-__device__ __forceinline__ void produce_named(uint8_t* memory, Barriers barriers, Ring<T::STAGES>& ring, const Boxes& a,
-                                              const Boxes& b, Table table, int m, int n, int steps, int* missing) {
-    static_assert(T::PACE == 32, "a lane a row");
-    const int lane = threadIdx.x % 32, inside = lane % GROUP;
-    auto named = [&](int entry) { return entry < table.count ? table.rows[entry] : -1; };
-    int next = named(lane);
-    for (int step = 0; step < steps; ++step) {
-        const int row = next;
-        next = named((step + 1) * T::PACE + lane);
-        if (row < -1 || row >= table.existing) *missing = 1;
-        barrier_wait(barriers.empty + ring.stage, ring.parity ^ 1);
-        __syncwarp();
-        uint64_t* full = barriers.full + ring.stage;
-        uint8_t *to_a = memory + ring.stage * T::STAGE, *to_b = to_a + T::A_SLAB;
-        if (lane == 0) barrier_expect(full, T::STAGE);
-        auto load = [&](const CUtensorMap* of_a, const CUtensorMap* of_b, int place, int first) {
-            if (lane > 0) return;
-            load_rows<T, T::ROWS>(to_a + place * 128, of_a, full, m, first);
-            load_rows<T, T::COLUMNS>(to_b + place * 128, of_b, full, n, first);
-        };
-        const int first = __shfl_sync(~0u, row, 0);
-        if (__all_sync(~0u, row == first + lane && row >= 0)) {
-            load(&a.whole, &b.whole, 0, first);
-        } else {
-            const int begins = __shfl_sync(~0u, row, lane - inside);
-            const uint32_t follows = __ballot_sync(~0u, row == begins + inside && row >= 0);
-            const uint32_t zeros = __ballot_sync(~0u, row == -1);
-#pragma unroll 1
-            for (int place = 0; place < T::PACE; place += GROUP) {
-                const int block = __shfl_sync(~0u, row, place);
-                if ((follows >> place & 0xffff) == 0xffff) {
-                    load(&a.block, &b.block, place, block);
-                } else if ((zeros >> place & 0xffff) == 0xffff) {
-                    load(&a.block, &b.block, place, -GROUP);
-                } else {
-#pragma unroll 1
-                    for (int i = place; i < place + GROUP; ++i)
-                        load(&a.single, &b.single, i, max(-1, __shfl_sync(~0u, row, i)));
-                }
-            }
-        }
-        ring.next();
-    }
-}
-
-// Where the accumulators of a warpgroup wait: boxes of 8 columns, so that what a warp reads lies in different banks.
-template <class T>
-constexpr int WAITING = 64 * T::HEIGHT * T::COLUMNS * 4;
-
-__device__ __forceinline__ float2 load_two(uint32_t from) {
-    float2 value;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(from) : "memory");
-    return value;
-}
-
-__device__ __forceinline__ void store_two(uint32_t to, float x, float y) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
-}
-
-// Takes accumulators, and gives results at the same place if GIVE. A few at a time, for want of registers.
-template <class T, bool GIVE>
-__device__ __forceinline__ void exchange(float (&acc)[T::HEIGHT][T::COLUMNS / 2], uint8_t* waiting) {
-    static_assert(T::HEIGHT == 1);
-    constexpr int FEW = 8;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    const uint32_t mine = shared_address(waiting) + (16 * warp + lane / 4) * 32 + lane % 4 * 8;
-#pragma unroll
-    for (int first = 0; first < T::COLUMNS / 4; first += FEW) {
-        float2 taken[FEW];
-#pragma unroll
-        for (int k = 0; k < FEW; ++k) taken[k] = load_two(mine + (first + k) / 2 * (64 * 32) + k % 2 * (8 * 32));
-#pragma unroll
-        for (int k = 0; k < FEW; ++k) {
-            float &x = acc[0][2 * (first + k)], &y = acc[0][2 * (first + k) + 1];
-            if (GIVE) store_two(mine + (first + k) / 2 * (64 * 32) + k % 2 * (8 * 32), x, y);
-            x = taken[k].x;
-            y = taken[k].y;
-        }
-    }
-    async_fence();
-}
-
-// Brings the accumulators of one tile after the other, and takes the results away; a thread a warpgroup. `brought` ends
-// when the place is full or, at the very end, free; `taken` when the warpgroup has exchanged what is there.
-template <class T>
-__device__ __forceinline__ void carry(const CUtensorMap* map, uint8_t* waiting, uint64_t* brought, uint64_t* taken,
-                                      const Walk<T>& walk, int warpgroup) {
-    uint32_t parity = 0;
-    Place before = {-1, 0};
-    auto take_away = [&]() {
-#pragma unroll 1
-        for (int j = 0; j < T::COLUMNS / 8; ++j)
-            tma_store(map, waiting + j * (64 * 32), before.n * T::COLUMNS + 8 * j, before.m * T::ROWS + 64 * warpgroup);
-        tma_store_commit();
-    };
-    for (int tile = blockIdx.x; tile < walk.count; tile += gridDim.x) {
-        const Place place = walk.at(tile);
-        barrier_expect(brought, WAITING<T>);
-#pragma unroll 1
-        for (int j = 0; j < T::COLUMNS / 8; ++j)
-            tma_load(waiting + j * (64 * 32), map, brought, place.n * T::COLUMNS + 8 * j, place.m * T::ROWS + 64 * warpgroup);
-        barrier_wait(taken, parity);
-        parity ^= 1;
-        if (before.m >= 0) take_away();
-        tma_store_wait_read<0>();
-        before = place;
-    }
-    barrier_arrive(brought);
-    barrier_wait(taken, parity);
-    take_away();
-    tma_store_wait<0>();
-}
-
-// Without a table, rows follow one another.
-template <class T>
-__global__ void __launch_bounds__(T::THREADS, 1)
-    folded(const __grid_constant__ Boxes a, const __grid_constant__ Boxes b,
-           const __grid_constant__ CUtensorMap accumulators, const Result out, const Table table, const int steps) {
-    extern __shared__ uint8_t memory[];
-    __shared__ int missing;
-    __shared__ uint64_t brought[T::CONSUMERS], taken[T::CONSUMERS];
-    uint8_t *loaded = aligned(memory), *waiting = loaded + T::RING;
-    if (threadIdx.x == 0) {
-        missing = 0;
-        for (int i = 0; i < T::CONSUMERS; ++i) {
-            barrier_init(brought + i, 1);
-            barrier_init(taken + i, 4);
-        }
-    }
-    const Barriers barriers = start<T>(loaded, T::CONSUMERS * WAITING<T>);
-    const Walk<T> walk(out.rows, out.columns);
-    Ring<T::STAGES> ring;
-    if (threadIdx.x < 128) {
-        registers_shrink<40>();
-        const int warp = threadIdx.x / 32;
-        if (warp == 0) {
-            for (int tile = blockIdx.x; tile < walk.count; tile += gridDim.x) {
-                const Place place = walk.at(tile);
-                const int m = place.m * T::ROWS, n = place.n * T::COLUMNS;
-                if (table.rows != nullptr) {
-                    produce_named<T>(loaded, barriers, ring, a, b, table, m, n, steps, &missing);
-                } else if (threadIdx.x == 0) {
-                    produce<T>(loaded, barriers, ring, &a.whole, &b.whole, m, n, steps);
-                }
-            }
-        } else if (threadIdx.x % 32 == 0 && warp <= T::CONSUMERS) {
-            const int i = warp - 1;
-            carry<T>(&accumulators, waiting + i * WAITING<T>, brought + i, taken + i, walk, i);
-        }
+cudaError_t launch_resumed(Operand a, Operand b, Result out, Blocks blocks, int64_t reduced, bool resume,
+                           cudaStream_t stream) {
+    using Element = typename T::Element;
+    Source a_source = {}, b_source = {};
+    if (T::A == MN_MAJOR) {
+        RLSPEC_TRY(map_source<T>(&a_source, a, blocks.a_copy, blocks, reduced, a_box<T>()));
     } else {
-        registers_grow<232>();
-        const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
-        uint8_t* mine = waiting + warpgroup * WAITING<T>;
-        uint32_t parity = 0;
-        float acc[T::HEIGHT][T::COLUMNS / 2];
-        auto told = [&]() {
-            __syncwarp();
-            if (lane == 0) barrier_arrive(taken + warpgroup);
-            parity ^= 1;
-        };
-        barrier_wait(brought + warpgroup, parity);
-        exchange<T, false>(acc, mine);
-        told();
-        for (int tile = blockIdx.x; tile < walk.count; tile += gridDim.x) {
-            chain<T>(acc, loaded, barriers, ring, warpgroup, steps, true);
-            if (missing) {
-                // A row that does not exist must show: the host cannot look at a table on the device.
-#pragma unroll
-                for (int i = 0; i < T::COLUMNS / 2; ++i) acc[0][i] = __int_as_float(0x7fc00000);
-            }
-            // What is taken after the last tile is nothing.
-            barrier_wait(brought + warpgroup, parity);
-            exchange<T, true>(acc, mine);
-            told();
-        }
+        RLSPEC_TRY((map_operand<T::A, Element>(&a_source.whole, a.data, a.lines, reduced, a.stride, a_box<T>())));
     }
+    RLSPEC_TRY(map_source<T>(&b_source, b, blocks.b_copy, blocks, reduced, b_box<T>()));
+    int steps = static_cast<int>((reduced - 1) / T::PACE + 1), goes_on = resume;
+    void* arguments[] = {&a_source, &b_source, &out, &blocks.starts, &steps, &goes_on};
+    return launch_steady(reinterpret_cast<const void*>(resumed<T>), Walk<T>(out.rows, out.columns).count,
+                         T::THREADS, shared_bytes<T>(0), arguments, stream);
 }
 
-template <class T>
-cudaError_t map_boxes(Boxes* boxes, Operand from, int64_t rows) {
-    using Element = typename T::Element;
-    RLSPEC_TRY((map_operand<MN_MAJOR, Element>(&boxes->whole, from.data, from.lines, rows, from.stride, T::PACE)));
-    RLSPEC_TRY((map_operand<MN_MAJOR, Element>(&boxes->block, from.data, from.lines, rows, from.stride, GROUP)));
-    return map_operand<MN_MAJOR, Element>(&boxes->single, from.data, from.lines, rows, from.stride, 1);
-}
+// ---- blocks of rows ----
 
-template <class T>
-cudaError_t launch_folded(Operand a, Operand b, Result out, Table table, int64_t reduced, cudaStream_t stream) {
-    const int64_t rows = table.rows != nullptr ? table.existing : reduced;
-    Boxes a_boxes, b_boxes;
-    RLSPEC_TRY(map_boxes<T>(&a_boxes, a, rows));
-    RLSPEC_TRY(map_boxes<T>(&b_boxes, b, rows));
-    CUtensorMap accumulators;
-    const float* data = static_cast<const float*>(out.data);
-    RLSPEC_TRY(map_matrix(&accumulators, data, out.rows, out.columns, out.columns, 64, 8, CU_TENSOR_MAP_SWIZZLE_NONE));
-    int steps = static_cast<int>((reduced - 1) / T::PACE + 1);
-    void* arguments[] = {&a_boxes, &b_boxes, &accumulators, &out, &table, &steps};
-    return launch_steady(reinterpret_cast<const void*>(folded<T>), Walk<T>(out.rows, out.columns).count, 1,
-                         T::THREADS, shared_bytes<T>(T::CONSUMERS * WAITING<T>), arguments, stream);
+// A table of 16 rows a block; -1 is a row of zeros. Blocks whose rows lie together are read where they are:
+// starts[block] is their first row. Of others starts[block] is -1, and their rows are copied. A row that does not exist
+// must show, since the host cannot look at a table on the device: it is copied as NaN. `starts` has a multiple of 4
+// entries; those behind the table's blocks lie behind the operand, where TMA reads zeros.
+struct Rows {
+    const uint16_t* data;
+    int64_t stride;
+    int chunks;  // of 8 elements a row
+    uint16_t* copy;
+};
+
+__global__ void __launch_bounds__(256)
+    place_blocks(const int32_t* table, const int blocks, const int existing, const Rows a, const Rows b,
+                 int32_t* starts, const uint32_t nan) {
+    const int block = blockIdx.x, inside = threadIdx.x % GROUP;
+    if (block >= blocks) {
+        if (threadIdx.x == 0 && blockIdx.y == 0) starts[block] = existing;
+        return;
+    }
+    const int32_t* rows = table + static_cast<int64_t>(block) * GROUP;
+    const int first = rows[0];
+    const bool mine = first >= 0 && first + GROUP <= existing && rows[inside] == first + inside;
+    const bool together = __syncthreads_and(mine);
+    if (threadIdx.x == 0 && blockIdx.y == 0) starts[block] = together ? first : -1;
+    if (together) return;
+    const int chunks = a.chunks + b.chunks;
+    for (int i = blockIdx.y * 256 + threadIdx.x; i < GROUP * chunks; i += gridDim.y * 256) {
+        const int at = i / chunks, chunk = i % chunks, row = rows[at];
+        const bool of_a = chunk < a.chunks;
+        const uint16_t* from = of_a ? a.data + row * a.stride : b.data + row * b.stride;
+        uint16_t* to = of_a ? a.copy : b.copy;
+        const int place = 8 * (of_a ? chunk : chunk - a.chunks), width = 8 * (of_a ? a.chunks : b.chunks);
+        const uint32_t missing = row == -1 ? 0 : nan;
+        uint4 value = make_uint4(missing, missing, missing, missing);
+        if (row >= 0 && row < existing) value = *reinterpret_cast<const uint4*>(from + place);
+        *reinterpret_cast<uint4*>(to + (static_cast<int64_t>(block) * GROUP + at) * width + place) = value;
+    }
 }
 
 // ---- plain ----
@@ -488,11 +369,13 @@ template <typename Element>
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (sizeof(Element) == 2) {
         if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                "{%0,%1,%2,%3};"
                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
         } else {
-            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                "{%0,%1,%2,%3};"
                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
         }
@@ -563,95 +446,51 @@ cudaError_t launch_plain(const void* a, const void* b, Result out, int64_t width
 }
 
 // ---- the table of tiles ----
-// TILES in rlspec/device/cuda_gemm.py names them by these numbers and says when which is taken.
+// TILES in rlspec/device/cuda_gemm.py has the same numbers, and says which is taken when.
 
-using bf16 = __nv_bfloat16;
+#define TILE(NUMBER, SWAP, ...) \
+    case NUMBER:                \
+        return launch_product<Tile<Element, __VA_ARGS__>, SWAP>(x, weight, out, width, stream);
 
-#define FORWARD(NUMBER, SWAP, ...) \
-    case NUMBER:                   \
-        return launch_product<Tile<__VA_ARGS__>, SWAP>(x, weight, out, width, stream);
-
-inline cudaError_t forward_bf16(int64_t tile, Operand x, Operand weight, Result out, int64_t width,
-                                cudaStream_t stream) {
+template <typename Element>
+cudaError_t forward(int64_t tile, Operand x, Operand weight, Result out, int64_t width, cudaStream_t stream) {
     switch (tile) {
-        //       swap   element rows columns loaded slabs stages
-        FORWARD(0, false, bf16, 64, 32, 16, 4, 8)
-        FORWARD(1, false, bf16, 64, 48, 16, 4, 6)
-        FORWARD(2, false, bf16, 64, 192, 16, 2, 4)
-        FORWARD(3, false, bf16, 64, 32, 32, 4, 6)
-        FORWARD(4, false, bf16, 64, 48, 32, 4, 5)
-        FORWARD(5, false, bf16, 64, 192, 32, 2, 3)
-        FORWARD(6, true, bf16, 64, 16, 64, 4, 5)
-        FORWARD(7, false, bf16, 64, 32, 64, 2, 8, ACROSS)
-        FORWARD(8, false, bf16, 64, 64, 64, 2, 6)
-        FORWARD(9, false, bf16, 64, 64, 64, 2, 6, DOWN)
-        FORWARD(10, false, bf16, 64, 96, 64, 2, 5, DOWN)
-        FORWARD(11, false, bf16, 64, 192, 64, 1, 6, DOWN)
-        FORWARD(12, false, bf16, 64, 128, 64, 2, 4, DOWN)
-        FORWARD(13, false, bf16, 128, 192, 128, 1, 4)
-        FORWARD(14, false, bf16, 128, 192, 128, 1, 4, DOWN)
-        FORWARD(15, false, bf16, 128, 128, 128, 1, 6, DOWN)
-        FORWARD(16, false, bf16, 128, 256, 128, 1, 4)
-        FORWARD(17, false, bf16, 128, 256, 128, 1, 4, DOWN)
-        FORWARD(18, false, bf16, 256, 192, 256, 1, 3)
-        FORWARD(19, false, bf16, 256, 192, 256, 1, 3, DOWN)
-        FORWARD(20, false, bf16, 256, 128, 256, 1, 4)
-        FORWARD(21, false, bf16, 64, 192, 64, 1, 6)
-        FORWARD(22, false, bf16, 64, 128, 64, 2, 4)
-        FORWARD(23, false, bf16, 64, 96, 64, 2, 5)
-        FORWARD(24, false, bf16, 128, 96, 128, 1, 7)
-        FORWARD(25, false, bf16, 128, 96, 128, 1, 7, DOWN)
-        FORWARD(26, false, bf16, 128, 96, 128, 1, 7, ACROSS)
-        FORWARD(27, false, bf16, 128, 48, 128, 2, 4, ACROSS)
-        FORWARD(28, false, bf16, 64, 96, 64, 2, 5, ACROSS)
-        FORWARD(29, false, bf16, 128, 64, 128, 2, 4)
-        FORWARD(30, false, bf16, 128, 128, 128, 1, 6)
-    }
-    return cudaErrorInvalidValue;
-}
-
-inline cudaError_t forward_fp16(int64_t tile, Operand x, Operand weight, Result out, int64_t width,
-                                cudaStream_t stream) {
-    switch (tile) {
-        FORWARD(0, false, __half, 64, 32, 16, 4, 8)
-        FORWARD(8, false, __half, 64, 64, 64, 2, 6)
-        FORWARD(16, false, __half, 128, 256, 128, 1, 4)
-    }
-    return cudaErrorInvalidValue;
-}
-
-inline cudaError_t along_bf16(int64_t tile, Operand x, Operand weight, Result out, int64_t width, cudaStream_t stream) {
-    switch (tile) {
-        FORWARD(8, false, bf16, 64, 64, 64, 2, 6, ALONE, K_MAJOR, MN_MAJOR)
-        FORWARD(12, false, bf16, 64, 128, 64, 2, 4, DOWN, K_MAJOR, MN_MAJOR)
-        FORWARD(15, false, bf16, 128, 128, 128, 1, 6, DOWN, K_MAJOR, MN_MAJOR)
-        FORWARD(16, false, bf16, 128, 256, 128, 1, 4, ALONE, K_MAJOR, MN_MAJOR)
-        FORWARD(17, false, bf16, 128, 256, 128, 1, 4, DOWN, K_MAJOR, MN_MAJOR)
-        FORWARD(18, false, bf16, 256, 192, 256, 1, 3, ALONE, K_MAJOR, MN_MAJOR)
-        FORWARD(20, false, bf16, 256, 128, 256, 1, 4, ALONE, K_MAJOR, MN_MAJOR)
-        FORWARD(22, false, bf16, 64, 128, 64, 2, 4, ALONE, K_MAJOR, MN_MAJOR)
-        FORWARD(30, false, bf16, 128, 128, 128, 1, 6, ALONE, K_MAJOR, MN_MAJOR)
-    }
-    return cudaErrorInvalidValue;
-}
-
-inline cudaError_t along_fp16(int64_t tile, Operand x, Operand weight, Result out, int64_t width, cudaStream_t stream) {
-    switch (tile) {
-        FORWARD(8, false, __half, 64, 64, 64, 2, 6, ALONE, K_MAJOR, MN_MAJOR)
-        FORWARD(16, false, __half, 128, 256, 128, 1, 4, ALONE, K_MAJOR, MN_MAJOR)
+        //  swap  rows columns slabs stages
+        TILE(0, true, 64, 16, 4, 5)
+        TILE(1, true, 64, 32, 4, 4)
+        TILE(2, false, 64, 64, 2, 6)
+        TILE(3, false, 64, 96, 2, 5)
+        TILE(4, false, 64, 128, 2, 4)
+        TILE(5, false, 64, 192, 1, 6)
+        TILE(6, false, 128, 128, 1, 6)
+        TILE(7, false, 128, 192, 1, 4)
+        TILE(8, false, 128, 256, 1, 4)
+        TILE(9, false, 256, 192, 1, 3)
     }
     return cudaErrorInvalidValue;
 }
 
 template <typename Element>
-cudaError_t resumed_of(Operand a, Operand b, Result out, Table table, int64_t reduced, bool across, bool resume,
+cudaError_t along(int64_t tile, Operand x, Operand weight, Result out, int64_t width, cudaStream_t stream) {
+    switch (tile) {
+        TILE(2, false, 64, 64, 2, 6, K_MAJOR, MN_MAJOR)
+        TILE(4, false, 64, 128, 2, 4, K_MAJOR, MN_MAJOR)
+        TILE(5, false, 64, 192, 1, 6, K_MAJOR, MN_MAJOR)
+        TILE(6, false, 128, 128, 1, 6, K_MAJOR, MN_MAJOR)
+        TILE(7, false, 128, 192, 1, 4, K_MAJOR, MN_MAJOR)
+        TILE(8, false, 128, 256, 1, 4, K_MAJOR, MN_MAJOR)
+        TILE(9, false, 256, 192, 1, 3, K_MAJOR, MN_MAJOR)
+    }
+    return cudaErrorInvalidValue;
+}
+
+template <typename Element>
+cudaError_t resumed_of(Operand a, Operand b, Result out, Blocks blocks, int64_t reduced, bool across, bool resume,
                        cudaStream_t stream) {
-    using Along = Tile<Element, 128, 256, 128, 1, 4, ALONE, K_MAJOR, MN_MAJOR>;
-    using Across = Tile<Element, 128, 256, 128, 1, 4, ALONE, MN_MAJOR, MN_MAJOR>;
-    using Folded = Tile<Element, 128, 256, 128, 1, 4, ALONE, MN_MAJOR, MN_MAJOR, 32>;
-    if (!across) return launch_resumed<Along>(a, b, out, reduced, resume, stream);
-    if (!resume) return launch_resumed<Across>(a, b, out, reduced, false, stream);
-    return launch_folded<Folded>(a, b, out, table, reduced, stream);
+    using Along = Tile<Element, 128, 256, 1, 4, K_MAJOR, MN_MAJOR>;
+    using Across = Tile<Element, 128, 256, 1, 4, MN_MAJOR, MN_MAJOR>;
+    return across ? launch_resumed<Across>(a, b, out, blocks, reduced, resume, stream)
+                  : launch_resumed<Along>(a, b, out, blocks, reduced, resume, stream);
 }
 
 }  // namespace rlspec
@@ -660,35 +499,52 @@ cudaError_t resumed_of(Operand a, Operand b, Result out, Table table, int64_t re
 
 using namespace rlspec;
 
-// out [rows, columns] = x [rows, width] · weightᵀ; weight [columns, width], or [width, columns] if `along`.
+// out [rows, columns] = x [rows, width] · weightᵀ; weight [columns, width], or [width, columns] if `across`.
 extern "C" int det_gemm_product(void const* x, void const* weight, void* out, int64_t type, int64_t out_type,
                                 int64_t rows, int64_t columns, int64_t width, int64_t x_stride, int64_t weight_stride,
-                                int64_t along, int64_t tile, cudaStream_t stream) {
+                                int64_t across, int64_t tile, cudaStream_t stream) {
     const Operand left = {x, rows, x_stride}, right = {weight, columns, weight_stride};
     const Result result = {out, static_cast<Dtype>(out_type), static_cast<int>(rows), static_cast<int>(columns)};
     if (type == BF16)
-        return along ? along_bf16(tile, left, right, result, width, stream)
-                     : forward_bf16(tile, left, right, result, width, stream);
+        return across ? along<__nv_bfloat16>(tile, left, right, result, width, stream)
+                      : forward<__nv_bfloat16>(tile, left, right, result, width, stream);
     if (type == FP16)
-        return along ? along_fp16(tile, left, right, result, width, stream)
-                     : forward_fp16(tile, left, right, result, width, stream);
+        return across ? along<__half>(tile, left, right, result, width, stream)
+                      : forward<__half>(tile, left, right, result, width, stream);
     return cudaErrorInvalidValue;
 }
 
 // out [rows, columns] (+)= a · b over `reduced` rows of b [reduced, columns]; a [reduced, rows] if `across`, else
-// [rows, reduced]. With a table of `reduced` rows, a and b have `existing` rows, and `across` and `resume` must be set.
-// columns are even, and multiples of 4 if both `across` and `resume` are set.
-extern "C" int det_gemm_resumed(void const* a, void const* b, void* out, void const* table, int64_t type,
-                                int64_t out_type, int64_t rows, int64_t columns, int64_t reduced, int64_t existing,
-                                int64_t a_stride, int64_t b_stride, int64_t across, int64_t resume,
-                                cudaStream_t stream) {
+// [rows, reduced]. columns are even. With `starts` (`across` only), a and b have `existing` rows, and what
+// `det_gemm_place_blocks` made of a table of `reduced` rows says which; columns and rows are then multiples of 8.
+extern "C" int det_gemm_resumed(void const* a, void const* b, void* out, void const* starts, void const* a_copy,
+                                void const* b_copy, int64_t type, int64_t out_type, int64_t rows, int64_t columns,
+                                int64_t reduced, int64_t existing, int64_t a_stride, int64_t b_stride, int64_t across,
+                                int64_t resume, cudaStream_t stream) {
     const Operand left = {a, rows, a_stride}, right = {b, columns, b_stride};
     const Result result = {out, static_cast<Dtype>(out_type), static_cast<int>(rows), static_cast<int>(columns)};
-    const Table named = {static_cast<const int32_t*>(table), static_cast<int>(reduced), static_cast<int>(existing)};
-    if ((resume && out_type != FP32) || (table != nullptr && !(across && resume))) return cudaErrorInvalidValue;
-    if (type == BF16) return resumed_of<__nv_bfloat16>(left, right, result, named, reduced, across, resume, stream);
-    if (type == FP16) return resumed_of<__half>(left, right, result, named, reduced, across, resume, stream);
+    const Blocks blocks = {static_cast<const int32_t*>(starts), a_copy, b_copy, existing, reduced};
+    if ((resume && out_type != FP32) || (starts != nullptr && !across)) return cudaErrorInvalidValue;
+    if (type == BF16) return resumed_of<__nv_bfloat16>(left, right, result, blocks, reduced, across, resume, stream);
+    if (type == FP16) return resumed_of<__half>(left, right, result, blocks, reduced, across, resume, stream);
     return cudaErrorInvalidValue;
+}
+
+// table [blocks, 16] of rows of a [existing, a_columns] and b [existing, b_columns], columns multiples of 8; starts
+// [blocks, rounded up to a multiple of 4]; copies [16 · blocks, columns].
+extern "C" int det_gemm_place_blocks(void const* table, void const* a, void const* b, void* starts, void* a_copy,
+                                     void* b_copy, int64_t type, int64_t blocks, int64_t existing, int64_t a_columns,
+                                     int64_t b_columns, int64_t a_stride, int64_t b_stride, cudaStream_t stream) {
+    const Rows left = {static_cast<const uint16_t*>(a), a_stride, static_cast<int>(a_columns / 8),
+                       static_cast<uint16_t*>(a_copy)};
+    const Rows right = {static_cast<const uint16_t*>(b), b_stride, static_cast<int>(b_columns / 8),
+                        static_cast<uint16_t*>(b_copy)};
+    if ((type != BF16 && type != FP16) || a_columns % 8 || b_columns % 8) return cudaErrorInvalidValue;
+    const dim3 grid(static_cast<unsigned>((blocks + 3) / 4 * 4), 8);
+    place_blocks<<<grid, 256, 0, stream>>>(static_cast<const int32_t*>(table), static_cast<int>(blocks),
+                                           static_cast<int>(existing), left, right, static_cast<int32_t*>(starts),
+                                           type == BF16 ? 0x7fc07fc0u : 0x7e007e00u);
+    return cudaGetLastError();
 }
 
 // out [rows, columns] (+)= Σ_k a[m, k] · b[n, k], any strides in elements.

@@ -8,33 +8,23 @@ namespace rlspec::gemm {
 
 using namespace hopper;
 
-// Two blocks of a cluster that share what both need, each loading half of it: neighbours down share b, across share a.
-enum Pair { ALONE, DOWN, ACROSS };
+constexpr int GROUP = 16;        // of the reduced index: one step of the matrix unit
+constexpr int SLAB = 64;         // of the reduced index: 128 bytes where it runs along them
+constexpr int BOX = SLAB * 128;  // bytes of a slab for 64 of M or N
 
-constexpr int GROUP = 16;  // of the reduced index: one step of the matrix unit
-
-// ROWS × COLUMNS of D a block; a ring of STAGES, each SLABS · DEPTH of the reduced index. LOADED: rows of a that are
-// there; the matrix unit multiplies 64, but the rows of D behind the loaded ones are nobody's. A slab is what one box of
-// TMA brings: 64 of the reduced index where it runs along the 128 bytes, DEPTH rows of it where it does not.
-template <typename Element_, int ROWS_, int COLUMNS_, int LOADED_, int SLABS_, int STAGES_, Pair PAIR_ = ALONE,
-          Major A_ = K_MAJOR, Major B_ = K_MAJOR, int DEPTH_ = 64>
+// ROWS × COLUMNS of D a block; a ring of STAGES, each SLABS slabs of 64 of the reduced index.
+template <typename Element_, int ROWS_, int COLUMNS_, int SLABS_, int STAGES_, Major A_ = K_MAJOR, Major B_ = K_MAJOR>
 struct Tile {
     using Element = Element_;
-    static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, LOADED = LOADED_, SLABS = SLABS_, STAGES = STAGES_;
-    static constexpr int DEPTH = DEPTH_, PACE = SLABS * DEPTH;  // of the reduced index a stage
-    static constexpr int ACROSS_64 = DEPTH * 128;               // bytes of a slab from 64 of M or N to the next, MN-major
-    static constexpr Pair PAIR = PAIR_;
+    static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, SLABS = SLABS_, STAGES = STAGES_;
     static constexpr Major A = A_, B = B_;
-    static constexpr int CONSUMERS = ROWS == 64 ? 1 : 2;       // warpgroups that multiply
-    static constexpr int HEIGHT = ROWS / (64 * CONSUMERS);     // products of 64 rows each of them makes
+    static constexpr int PACE = SLABS * SLAB;               // of the reduced index a stage
+    static constexpr int CONSUMERS = ROWS == 64 ? 1 : 2;    // warpgroups that multiply
+    static constexpr int HEIGHT = ROWS / (64 * CONSUMERS);  // products of 64 rows each of them makes
     static constexpr int THREADS = 128 * (1 + CONSUMERS);
-    static constexpr int BLOCKS = PAIR == ALONE ? 1 : 2;       // of a cluster
-    static constexpr int A_SLAB = LOADED * DEPTH * 2, B_SLAB = COLUMNS * DEPTH * 2;  // bytes
-    static constexpr int STAGE = SLABS * (A_SLAB + B_SLAB);
-    static constexpr int RING = STAGES * STAGE;
-    static_assert(LOADED == ROWS || (ROWS == 64 && A == K_MAJOR && SLABS * B_SLAB >= 8192 - A_SLAB));
-    static_assert(LOADED % 8 == 0 && COLUMNS % 8 == 0);
-    static_assert(DEPTH == 64 || (DEPTH % GROUP == 0 && A == MN_MAJOR && B == MN_MAJOR));
+    static constexpr int A_SLAB = ROWS * SLAB * 2, B_SLAB = COLUMNS * SLAB * 2;  // bytes
+    static constexpr int STAGE = SLABS * (A_SLAB + B_SLAB), RING = STAGES * STAGE;
+    static_assert(ROWS == 64 * CONSUMERS * HEIGHT && COLUMNS % 8 == 0);
 };
 
 struct Barriers {
@@ -71,22 +61,12 @@ __device__ __forceinline__ Barriers start(uint8_t* ring, int more) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < T::STAGES; ++i) {
             barrier_init(barriers.full + i, 1);
-            barrier_init(barriers.empty + i, 4 * T::CONSUMERS * T::BLOCKS);  // a warp each
+            barrier_init(barriers.empty + i, 4 * T::CONSUMERS);  // a warp each
         }
         barrier_init_fence();
     }
-    if constexpr (T::BLOCKS > 1) {
-        cluster_sync();
-    } else {
-        __syncthreads();
-    }
+    __syncthreads();
     return barriers;
-}
-
-// A block may not leave while the other one of its cluster still writes to it.
-template <class T>
-__device__ __forceinline__ void finish() {
-    if constexpr (T::BLOCKS > 1) cluster_sync();
 }
 
 struct Place {
@@ -99,49 +79,32 @@ __device__ __forceinline__ Place grouped(int tile, int tiles_m, int tiles_n) {
     return {first + tile % of_group % height, tile % of_group / height};
 }
 
-// Tiles of LOADED × COLUMNS, counted in clusters.
 template <class T>
 struct Walk {
-    static constexpr int HIGH = T::LOADED * (T::PAIR == DOWN ? 2 : 1), WIDE = T::COLUMNS * (T::PAIR == ACROSS ? 2 : 1);
     int tiles_m, tiles_n, count;
     __host__ __device__ Walk(int rows, int columns)
-        : tiles_m((rows - 1) / HIGH + 1), tiles_n((columns - 1) / WIDE + 1), count(tiles_m * tiles_n) {}
-    __device__ __forceinline__ Place at(int tile) const {
-        const Place place = grouped(tile, tiles_m, tiles_n);
-        if constexpr (T::PAIR == DOWN) return {2 * place.m + static_cast<int>(cluster_rank()), place.n};
-        if constexpr (T::PAIR == ACROSS) return {place.m, 2 * place.n + static_cast<int>(cluster_rank())};
-        return place;
-    }
+        : tiles_m((rows - 1) / T::ROWS + 1), tiles_n((columns - 1) / T::COLUMNS + 1), count(tiles_m * tiles_n) {}
+    __device__ __forceinline__ Place at(int tile) const { return grouped(tile, tiles_m, tiles_n); }
 };
 
-// Rows of a box of TMA where the reduced index runs along the rows (K-major).
+// Rows of a box of TMA.
 template <class T>
 constexpr int a_box() {
-    return T::A == K_MAJOR ? (T::PAIR == ACROSS ? T::LOADED / 2 : T::LOADED) : T::DEPTH;
+    return T::A == K_MAJOR ? T::ROWS : SLAB;
 }
 template <class T>
 constexpr int b_box() {
-    return T::B == K_MAJOR ? (T::PAIR == DOWN ? T::COLUMNS / 2 : T::COLUMNS) : T::DEPTH;
+    return T::B == K_MAJOR ? T::COLUMNS : SLAB;
 }
 
-// One operand of one slab: LINES of M or N from `line` on, of the reduced index from `k` on. SHARED: each block of the
-// cluster loads a half and both get it.
-template <Major MAJOR, int LINES, int ACROSS_64, bool SHARED>
+// One operand of one slab: LINES of M or N from `line` on, of the reduced index from `k` on.
+template <Major MAJOR, int LINES>
 __device__ __forceinline__ void load_slab(uint8_t* to, const CUtensorMap* map, uint64_t* barrier, int line, int k) {
-    const int rank = SHARED ? static_cast<int>(cluster_rank()) : 0;
-    if constexpr (MAJOR == K_MAJOR && SHARED) {
-        tma_load_shared(to + rank * (LINES / 2) * 128, map, barrier, 3, k, line + rank * (LINES / 2));
-    } else if constexpr (MAJOR == K_MAJOR) {
+    if constexpr (MAJOR == K_MAJOR) {
         tma_load(to, map, barrier, k, line);
     } else {
 #pragma unroll
-        for (int i = 0; i < LINES / 64; ++i) {
-            if constexpr (!SHARED) {
-                tma_load(to + i * ACROSS_64, map, barrier, line + 64 * i, k);
-            } else if (i % 2 == rank) {
-                tma_load_shared(to + i * ACROSS_64, map, barrier, 3, line + 64 * i, k);
-            }
-        }
+        for (int i = 0; i < LINES / 64; ++i) tma_load(to + i * BOX, map, barrier, line + 64 * i, k);
     }
 }
 
@@ -156,23 +119,18 @@ __device__ __forceinline__ void produce(uint8_t* memory, Barriers barriers, Ring
         barrier_expect(full, T::STAGE);
 #pragma unroll
         for (int i = 0; i < T::SLABS; ++i) {
-            const int k = step * T::PACE + i * T::DEPTH;
+            const int k = step * T::PACE + i * SLAB;
             uint8_t *to_a = to + i * T::A_SLAB, *to_b = to + T::SLABS * T::A_SLAB + i * T::B_SLAB;
-            load_slab<T::A, T::LOADED, T::ACROSS_64, T::PAIR == ACROSS>(to_a, a, full, m, k);
-            load_slab<T::B, T::COLUMNS, T::ACROSS_64, T::PAIR == DOWN>(to_b, b, full, n, k);
+            load_slab<T::A, T::ROWS>(to_a, a, full, m, k);
+            load_slab<T::B, T::COLUMNS>(to_b, b, full, n, k);
         }
         ring.next();
     }
 }
 
 // One lane of each warp tells that its warp has read a stage.
-template <class T>
 __device__ __forceinline__ void release(Barriers barriers, int stage) {
-    if constexpr (T::BLOCKS == 1) {
-        if (threadIdx.x % 32 == 0) barrier_arrive(barriers.empty + stage);
-    } else {
-        if (threadIdx.x % 32 < T::BLOCKS) barrier_arrive_at(barriers.empty + stage, threadIdx.x % 32);
-    }
+    if (threadIdx.x % 32 == 0) barrier_arrive(barriers.empty + stage);
 }
 
 // The promise in one place: inside a stage the matrix unit ascends by 16, all into one accumulator.
@@ -181,18 +139,17 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[T::HEIGHT][T::COLUMN
                                                int warpgroup, bool more) {
     using Unit = Wgmma<typename T::Element, T::COLUMNS, T::A, T::B>;
     constexpr uint64_t a_step = T::A == K_MAJOR ? K_STEP : MN_STEP, b_step = T::B == K_MAJOR ? K_STEP : MN_STEP;
-    constexpr int of_64 = T::A == K_MAJOR ? 64 * 128 : T::ACROSS_64;
-    const uint8_t *from_a = from + warpgroup * T::HEIGHT * of_64, *from_b = from + T::SLABS * T::A_SLAB;
-    const uint64_t a = T::A == K_MAJOR ? k_major(from_a) : mn_major(from_a, T::ACROSS_64);
-    const uint64_t b = T::B == K_MAJOR ? k_major(from_b) : mn_major(from_b, T::ACROSS_64);
+    const uint8_t *from_a = from + warpgroup * T::HEIGHT * BOX, *from_b = from + T::SLABS * T::A_SLAB;
+    const uint64_t a = T::A == K_MAJOR ? k_major(from_a) : mn_major(from_a, BOX);
+    const uint64_t b = T::B == K_MAJOR ? k_major(from_b) : mn_major(from_b, BOX);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < T::SLABS; ++i) {
 #pragma unroll
-        for (int k = 0; k < T::DEPTH / GROUP; ++k) {
+        for (int k = 0; k < SLAB / GROUP; ++k) {
 #pragma unroll
             for (int h = 0; h < T::HEIGHT; ++h) {
-                Unit::both(acc[h], a + i * (T::A_SLAB / 16) + h * (of_64 / 16) + k * a_step,
+                Unit::both(acc[h], a + i * (T::A_SLAB / 16) + h * (BOX / 16) + k * a_step,
                            b + i * (T::B_SLAB / 16) + k * b_step, more || i + k > 0);
             }
         }
@@ -200,7 +157,8 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[T::HEIGHT][T::COLUMN
     wgmma_commit();
 }
 
-// Stages ascend. acc is continued if `resume`, else overwritten. `warpgroup`: 0 or 1, of those that multiply. steps > 0.
+// Stages ascend, at least one. acc is continued if `resume`, else overwritten. `warpgroup`: of those that multiply, 0
+// or 1. The first stage stands alone, so that no other instruction writes acc while products are in flight.
 template <class T>
 __device__ __forceinline__ void chain(float (&acc)[T::HEIGHT][T::COLUMNS / 2], uint8_t* memory, Barriers barriers,
                                       Ring<T::STAGES>& ring, int warpgroup, int steps, bool resume) {
@@ -214,14 +172,14 @@ __device__ __forceinline__ void chain(float (&acc)[T::HEIGHT][T::COLUMNS / 2], u
         barrier_wait(barriers.full + ring.stage, ring.parity);
         multiply_stage<T>(acc, memory + ring.stage * T::STAGE, warpgroup, true);
         wgmma_wait<1>();
-        release<T>(barriers, before);
+        release(barriers, before);
         before = ring.stage;
         ring.next();
     }
     wgmma_wait<0>();
 #pragma unroll
     for (int h = 0; h < T::HEIGHT; ++h) registers_fence(acc[h]);
-    release<T>(barriers, before);
+    release(barriers, before);
 }
 
 // ---- results ----
@@ -257,8 +215,8 @@ __device__ __forceinline__ void lay(const float (&acc)[N], int first, uint8_t* t
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
             const float* d = acc + first / 2 + 8 * q;
-            store_matrices(base + ((2 * q + lane / 16) ^ (row % 8)) * 16, pack(d[0], d[1], Out()), pack(d[2], d[3], Out()),
-                           pack(d[4], d[5], Out()), pack(d[6], d[7], Out()));
+            store_matrices(base + ((2 * q + lane / 16) ^ (row % 8)) * 16, pack(d[0], d[1], Out()),
+                           pack(d[2], d[3], Out()), pack(d[4], d[5], Out()), pack(d[6], d[7], Out()));
         }
     } else {
 #pragma unroll
@@ -311,28 +269,16 @@ cudaError_t map_operand(CUtensorMap* map, const void* base, int64_t lines, int64
                             : map_matrix(map, typed, reduced, lines, stride, box, 64);
 }
 
-// Blocks that stay and walk over tiles, as many as the device has multiprocessors.
-inline cudaError_t launch_steady(const void* kernel, int tiles, int blocks_of_cluster, int threads, int shared,
-                                 void** arguments, cudaStream_t stream) {
+// Blocks that stay and walk over tiles, at most as many as the device has multiprocessors.
+inline cudaError_t launch_steady(const void* kernel, int tiles, int threads, int shared, void** arguments,
+                                 cudaStream_t stream) {
     int device = 0, processors = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-    if (error != cudaSuccess) return error;
-    const int clusters = tiles < processors / blocks_of_cluster ? tiles : processors / blocks_of_cluster;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(clusters * blocks_of_cluster);
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared;
-    config.stream = stream;
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = blocks_of_cluster;
-    cluster.val.clusterDim.y = 1;
-    cluster.val.clusterDim.z = 1;
-    config.attrs = &cluster;
-    config.numAttrs = blocks_of_cluster > 1 ? 1 : 0;
-    return cudaLaunchKernelExC(&config, kernel, arguments);
+    RLSPEC_TRY(cudaGetDevice(&device));
+    RLSPEC_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    RLSPEC_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    RLSPEC_TRY(cudaLaunchKernel(kernel, dim3(tiles < processors ? tiles : processors), dim3(threads), arguments,
+                                static_cast<size_t>(shared), stream));
+    return cudaGetLastError();
 }
 
 }  // namespace rlspec::gemm

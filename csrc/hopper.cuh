@@ -1,8 +1,8 @@
 // Hopper's own instructions, one small function each: barriers in shared memory, the tensor memory accelerator (TMA),
 // the warpgroup matrix unit (wgmma), and the descriptors that both read. For sm_90a only.
 //
-// Tiles in shared memory. A tile is stored in rows of 128 bytes (64 elements of 16 bits), swizzled as TMA writes it with
-// CU_TENSOR_MAP_SWIZZLE_128B, and starts at a multiple of 1024 bytes; a wider tile is several such columns of 64
+// Tiles in shared memory. A tile is stored in rows of 128 bytes (64 elements of 16 bits), swizzled as TMA writes it
+// with CU_TENSOR_MAP_SWIZZLE_128B, and starts at a multiple of 1024 bytes; a wider tile is several such columns of 64
 // elements, one after the other. An operand of the matrix unit is one of
 //   K-major   the reduced index runs along the 128 bytes: [rows of M or N][64 of K]. Next 16 of K: 32 bytes further.
 //   MN-major  M or N runs along the 128 bytes: [rows of K][64 of M or N], one block of rows for each 64 of M or N.
@@ -10,7 +10,8 @@
 //
 // Fragments of wgmma, of thread t of the 128 of a warpgroup: row r = 16·(t/32) + (t%32)/4, column c = 2·(t%4).
 //   D[64, N]   d[4·j + 0], d[4·j + 1] at (r, 8·j + c), (r, 8·j + c + 1); d[4·j + 2], d[4·j + 3] the same of row r + 8
-//   A[64, 16]  a[0] (r, c..c+1), a[1] (r + 8, c..c+1), a[2] (r, c + 8..c + 9), a[3] (r + 8, c + 8..c + 9); low half first
+//   A[64, 16]  a[0] (r, c..c+1), a[1] (r + 8, c..c+1), a[2] (r, c + 8..c + 9), a[3] (r + 8, c + 8..c + 9); low half
+//              first
 //
 // Source: PTX ISA 8.x, sections on mbarrier, cp.async.bulk.tensor, wgmma, setmaxnreg.
 #pragma once
@@ -37,7 +38,7 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrival
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// After all barrier_init of a thread: shows them to TMA and to the other blocks of the cluster.
+// After all barrier_init of a thread: shows them to TMA.
 __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -51,18 +52,6 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
-}
-
-// Arrives at the same barrier of block `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, uint32_t rank) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-        "}" ::"r"(shared_address(barrier)),
-        "r"(rank)
-        : "memory");
 }
 
 __device__ __forceinline__ bool barrier_test(uint64_t* barrier, uint32_t parity) {
@@ -93,19 +82,6 @@ __device__ __forceinline__ void group_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// ---- clusters ----
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-// All threads of all blocks of the cluster.
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-}
-
 // ---- registers ----
 
 // A whole warpgroup hands registers back (down to N a thread), or waits until it has N.
@@ -120,8 +96,8 @@ __device__ __forceinline__ void registers_grow() {
 }
 
 // ---- tensor memory accelerator ----
-// One thread issues. Coordinates count elements, innermost first; what lies outside the tensor (negative too) is read as
-// zeros, and not written. A load always counts the bytes of the whole box on its barrier.
+// One thread issues. Coordinates count elements, innermost first; what lies outside the tensor (negative too) is read
+// as zeros, and not written. A load always counts the bytes of the whole box on its barrier.
 
 __device__ __forceinline__ void map_prefetch(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -149,16 +125,6 @@ __device__ __forceinline__ void tma_load(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
         "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-        : "memory");
-}
-
-// To the same place in every block of the cluster named by a bit of `blocks`, and on the same barrier there.
-__device__ __forceinline__ void tma_load_shared(
-    void* to, const CUtensorMap* map, uint64_t* barrier, uint16_t blocks, int c0, int c1) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%4, %5}], [%2], %3;" ::"r"(shared_address(to)),
-        "l"(map), "r"(shared_address(barrier)), "h"(blocks), "r"(c0), "r"(c1)
         : "memory");
 }
 
@@ -211,7 +177,8 @@ constexpr uint64_t K_STEP = 32 / 16;
 // `block`: bytes from one 64 of M or N to the next. Next 16 of K: + MN_STEP.
 __device__ __forceinline__ uint64_t mn_major(const void* tile, uint32_t block) {
     constexpr uint64_t of_8_rows = 1024 / 16;
-    return SWIZZLE_128 | of_8_rows << 32 | static_cast<uint64_t>(block >> 4) << 16 | (shared_address(tile) & 0x3ffff) >> 4;
+    const uint64_t apart = block >> 4;
+    return SWIZZLE_128 | of_8_rows << 32 | apart << 16 | (shared_address(tile) & 0x3ffff) >> 4;
 }
 constexpr uint64_t MN_STEP = 2048 / 16;
 
@@ -242,7 +209,8 @@ enum Major { K_MAJOR = 0, MN_MAJOR = 1 };
 template <typename Element, int N, Major A = K_MAJOR, Major B = K_MAJOR>
 struct Wgmma;
 
-// Lists of ten operands: "%50, %51, ... %59," and "+f"(d[50]), ... by their tens digit(s), and shorter ones for the end.
+// Lists of ten operands: "%50, %51, ... %59," and "+f"(d[50]), ... by their tens digit(s), and shorter ones for the
+// end.
 #define TEN_NAMES(t) "%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9,"
 #define TEN_VALUES(t)                                                                                               \
     "+f"(d[t + 0]), "+f"(d[t + 1]), "+f"(d[t + 2]), "+f"(d[t + 3]), "+f"(d[t + 4]), "+f"(d[t + 5]), "+f"(d[t + 6]), \
@@ -346,7 +314,8 @@ constexpr CUtensorMapDataType map_type<float>() {
 // ---- host ----
 
 // Describes a tensor to TMA: sizes and box in elements and strides in bytes, innermost first; strides[0] belongs to
-// dimension 1 (dimension 0 is dense). Base and strides are multiples of 16 bytes. cudaErrorInvalidValue if it is refused.
+// dimension 1 (dimension 0 is dense). Base and strides are multiples of 16 bytes. cudaErrorInvalidValue if it is
+// refused.
 inline cudaError_t map_tensor(
     CUtensorMap* map, CUtensorMapDataType type, int dimensions, const void* base, const uint64_t* sizes,
     const uint64_t* strides, const uint32_t* box, CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {

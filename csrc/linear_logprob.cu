@@ -7,9 +7,10 @@
 // Logits are those of det_gemm with fp32 output, and never in memory. The rest of the backward is `det_gemm_resumed`.
 //
 // Promise. The bits of kernels/linear_logprob.py. Its sums are cut at the same 256 columns, and inside at 128. Of 128
-// columns a thread of the matrix unit holds 32 of each row, the pairs at 8·j + 2·(t%4): it adds them ascending, then come
-// its neighbours at distance 2 and 1. `join` adds columns t, t + 128, t + 256, ... in thread t, then threads at distance
-// 16, 8, 4, 2, 1, then warps at 2, 1. Every operation is spelled out, because a compiler may contract a product and a sum.
+// columns a thread of the matrix unit holds 32 of each row, the pairs at 8·j + 2·(t%4): it adds them ascending, then
+// come its neighbours at distance 2 and 1. `join` adds columns t, t + 128, t + 256, ... in thread t, then threads at
+// distance 16, 8, 4, 2, 1, then warps at 2, 1. Every operation is spelled out, because a compiler may contract a
+// product and a sum.
 //
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
 #include "gemm.cuh"
@@ -21,7 +22,7 @@ using namespace gemm;
 constexpr float LOG2E = 1.4426950408889634f;
 
 template <typename Element>
-using Logits = Tile<Element, 128, 256, 128, 1, 4>;
+using Logits = Tile<Element, 128, 256, 1, 4>;
 
 // 2^x by the special function unit.
 __device__ __forceinline__ float power_of_2(float x) {
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(T::THREADS, 1)
             const int vocabulary, const int steps) {
     const int lane = threadIdx.x % 32, warpgroup = threadIdx.x / 128 - 1;
     constexpr int BUFFERS = T::CONSUMERS * 2 * 8192;
-    over_tiles<T>(&x, &weight, size.rows, size.columns, first, steps, BUFFERS, [&](auto& acc, int m, int n, uint8_t* to) {
+    auto give = [&](auto& acc, int m, int n, uint8_t* to) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = m + (threadIdx.x / 32 - 4) * 16 + lane / 4 + 8 * half;
@@ -229,7 +230,8 @@ __global__ void __launch_bounds__(T::THREADS, 1)
             }
         }
         store_through<T, typename T::Element>(acc, &stored, to, m, n, warpgroup);
-    });
+    };
+    over_tiles<T>(&x, &weight, size.rows, size.columns, first, steps, BUFFERS, give);
     if (threadIdx.x >= 128 && threadIdx.x % 128 == 0) tma_store_wait<0>();
 }
 
@@ -253,7 +255,7 @@ cudaError_t launch_partial(Matrix x, Matrix weight, const int64_t* targets, Part
     RLSPEC_TRY(map_both<T>(&x_map, &weight_map, x, weight, width));
     int steps = static_cast<int>((width - 1) / T::PACE + 1);
     void* arguments[] = {&x_map, &weight_map, &targets, &out, &size, &steps};
-    return launch_steady(reinterpret_cast<const void*>(partial<T>), Walk<T>(size.rows, size.columns).count, 1,
+    return launch_steady(reinterpret_cast<const void*>(partial<T>), Walk<T>(size.rows, size.columns).count,
                          T::THREADS, shared_bytes<T>(0), arguments, stream);
 }
 
@@ -264,9 +266,10 @@ cudaError_t launch_dlogits(Matrix x, Matrix weight, Element* out, int64_t out_st
     CUtensorMap x_map, weight_map, stored;
     RLSPEC_TRY(map_both<T>(&x_map, &weight_map, x, weight, width));
     RLSPEC_TRY(map_matrix(&stored, out, size.rows, size.columns, out_stride, 64, 64));
-    int steps = static_cast<int>((width - 1) / T::PACE + 1), begin = static_cast<int>(first), vocabulary = static_cast<int>(weight.rows);
+    int steps = static_cast<int>((width - 1) / T::PACE + 1), begin = static_cast<int>(first);
+    int vocabulary = static_cast<int>(weight.rows);
     void* arguments[] = {&x_map, &weight_map, &stored, &from, &size, &begin, &vocabulary, &steps};
-    return launch_steady(reinterpret_cast<const void*>(dlogits<T>), Walk<T>(size.rows, size.columns).count, 1,
+    return launch_steady(reinterpret_cast<const void*>(dlogits<T>), Walk<T>(size.rows, size.columns).count,
                          T::THREADS, shared_bytes<T>(T::CONSUMERS * 2 * 8192), arguments, stream);
 }
 
@@ -276,12 +279,14 @@ cudaError_t launch_dlogits(Matrix x, Matrix weight, Element* out, int64_t out_st
 
 using namespace rlspec;
 
-// picked [rows], peaks and sums [rows, tiles], tiles = columns / 256 rounded up. picked is left alone where there is no target.
+// picked [rows], peaks and sums [rows, tiles], tiles = columns / 256 rounded up. picked is left alone where there is no
+// target.
 extern "C" int linear_logprob_partial(void const* x, void const* weight, int64_t const* targets, float* picked,
                                       float* peaks, float* sums, int64_t type, int64_t rows, int64_t columns,
                                       int64_t width, int64_t x_stride, int64_t weight_stride, cudaStream_t stream) {
     const Matrix left = {x, rows, x_stride}, right = {weight, columns, weight_stride};
-    const Vocabulary size = {static_cast<int>(rows), static_cast<int>(columns), static_cast<int>((columns + 255) / 256)};
+    const int tiles = static_cast<int>((columns + 255) / 256);
+    const Vocabulary size = {static_cast<int>(rows), static_cast<int>(columns), tiles};
     const Partial out = {picked, peaks, sums};
     if (type == BF16) return launch_partial<__nv_bfloat16>(left, right, targets, out, size, width, stream);
     if (type == FP16) return launch_partial<__half>(left, right, targets, out, size, width, stream);
@@ -305,9 +310,10 @@ extern "C" int linear_logprob_dlogits(void const* x, void const* weight, int64_t
     const Matrix left = {x, rows, x_stride}, right = {weight, vocabulary, weight_stride};
     const Vocabulary size = {static_cast<int>(rows), static_cast<int>(columns), 0};
     const Upstream from = {targets, lse, gradient, ignored};
-    if (type == BF16)
-        return launch_dlogits(left, right, static_cast<__nv_bfloat16*>(out), out_stride, from, size, first, width, stream);
-    if (type == FP16)
-        return launch_dlogits(left, right, static_cast<__half*>(out), out_stride, from, size, first, width, stream);
+    auto launch = [&](auto* data) {
+        return launch_dlogits(left, right, data, out_stride, from, size, first, width, stream);
+    };
+    if (type == BF16) return launch(static_cast<__nv_bfloat16*>(out));
+    if (type == FP16) return launch(static_cast<__half*>(out));
     return cudaErrorInvalidValue;
 }

@@ -23,20 +23,8 @@ namespace rlspec {
 
 constexpr int LANES = 256, COLUMNS = 8, TILE = LANES * COLUMNS;
 constexpr int SPAN = 32768;
-#ifndef LOG_AHEAD
-#define LOG_AHEAD 4
-#endif
-#ifndef LOG_LOOP
-#define LOG_LOOP 1
-#endif
-#ifndef LOG_CS
-#define LOG_CS 0
-#endif
-#ifndef LOG_MIN
-#define LOG_MIN 4
-#endif
 template <typename T>
-constexpr int AHEAD = LOG_AHEAD * 2 / sizeof(T);  // tiles whose loads are in flight
+constexpr int AHEAD = 8 / sizeof(T);  // tiles whose loads are in flight
 #ifndef LOG_PACKS
 #define LOG_PACKS 4
 #endif
@@ -111,14 +99,7 @@ struct Chunk {
 
     __device__ __forceinline__ void read(T const* from) {
 #pragma unroll
-        for (int i = 0; i < COLUMNS / N; ++i) {
-#if LOG_CS
-            uint4 const w = __ldcs(reinterpret_cast<uint4 const*>(from + i * N));
-            pack[i] = reinterpret_cast<Pack<T, N> const&>(w);
-#else
-            pack[i] = load<N>(from + i * N);
-#endif
-        }
+        for (int i = 0; i < COLUMNS / N; ++i) pack[i] = load<N>(from + i * N);
     }
 
     __device__ __forceinline__ void widened(float (&x)[COLUMNS]) const {
@@ -144,7 +125,6 @@ __device__ __forceinline__ State read(T const* x, int64_t first, int64_t last) {
         for (int i = 0; i < ahead_of; ++i) {
             if (i < whole) ahead[i].read(own + int64_t(i) * TILE);
         }
-#if LOG_LOOP
         T const* next = own + ahead_of * TILE;
         for (; tile + 2 * ahead_of <= whole; tile += ahead_of, next += ahead_of * TILE) {
 #pragma unroll
@@ -154,7 +134,6 @@ __device__ __forceinline__ State read(T const* x, int64_t first, int64_t last) {
                 take(state, value);
             }
         }
-#endif
         for (; tile < whole; tile += ahead_of) {
 #pragma unroll
             for (int i = 0; i < ahead_of; ++i) {
@@ -215,7 +194,7 @@ __device__ __forceinline__ void finish(T const* x, int64_t target, int64_t row, 
 }
 
 template <typename T, bool PACKED>
-__global__ void __launch_bounds__(LANES, LOG_MIN) stream_rows(T const* x, int64_t const* targets, float* found, float* tops,
+__global__ void __launch_bounds__(LANES, 4) stream_rows(T const* x, int64_t const* targets, float* found, float* tops,
                                                      float* scales, int64_t x_row, int64_t width, int64_t ignored) {
     int64_t const row = blockIdx.x, target = targets[row];
     if (target == ignored) {
@@ -227,7 +206,7 @@ __global__ void __launch_bounds__(LANES, LOG_MIN) stream_rows(T const* x, int64_
 }
 
 template <typename T, bool PACKED>
-__global__ void __launch_bounds__(LANES, LOG_MIN) read_spans(T const* x, int64_t const* targets, float* highs, float* totals,
+__global__ void __launch_bounds__(LANES, 4) read_spans(T const* x, int64_t const* targets, float* highs, float* totals,
                                                     int64_t x_row, int64_t width, unsigned spans, int64_t ignored) {
     int64_t const row = blockIdx.x / spans, first = int64_t(blockIdx.x % spans) * SPAN;
     if (targets[row] == ignored) return;
@@ -281,6 +260,8 @@ __global__ void __launch_bounds__(GRAD_THREADS) gradient(T const* x, int64_t con
     for (int p = 0; p < PACKS; ++p) {
         if (p * int(step) < reach) value[p] = load<N>(from + p * int(step));
     }
+    // Else the compiler would read these three after it has waited for the target.
+    asm volatile("" ::"f"(top), "f"(scale), "f"(upstream));
     // Where the target is, counted from `first`: beyond it for most threads.
     int const hit_at = target >= first && target < first + reach ? int(target - first) : -1;
 #pragma unroll

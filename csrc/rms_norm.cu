@@ -12,7 +12,8 @@
 // the far half first. Square root and quotient are the IEEE ones; mean(s) is s · round(1 / width), contracted with eps.
 //
 // Limits. bf16, fp16, fp32; width up to 65536; fewer than 2³¹ rows. x and dy have strides of a position and of a head,
-// columns side by side. Width 1 has no second number and is not held against Triton.
+// columns side by side. Not held against Triton: width 1, which has no second number, and weight gradients of fp32 rows
+// narrower than 512, where its compiler contracts the first two products of some rows the other way round.
 // Source. Zhang and Sennrich, "Root mean square layer normalization", 2019.
 
 #include "common.cuh"
@@ -20,6 +21,16 @@
 namespace rlspec {
 
 constexpr int GROUP = 16;
+constexpr size_t MOST_SHARED = 200 * 1024;
+
+// How many blocks should fit on a multiprocessor, from the threads that there should be for numbers of 16 bits.
+constexpr int resident(int threads, size_t size, int most) {
+    int const blocks = threads * 2 / int(size) / most;
+    return blocks < 1 ? 1 : blocks;
+}
+#ifndef TIMES_OF_SHORT
+#define TIMES_OF_SHORT 2
+#endif
 
 // How the row of a block is dealt: vec · lanes · warps · rounds = block, all of them powers of two. across = lanes · warps.
 struct Spread {
@@ -111,154 +122,113 @@ __device__ __forceinline__ float squares(Pack<T, N> const (&value)[ROUNDS]) {
 }
 
 // ---- forward and data gradient ----
-// Blocks of threads stay, and walk over the rows: `together` rows side by side and TIMES such sets a step, with the loads
-// of the next step under way. THREADS is the most that a block may have: the fewer, the more registers.
+// A block of threads has rows side by side, and TIMES such sets one after the other, whose loads go out together. THREADS
+// is the most that a block may have: the fewer, the more registers. Blocks that stay and walk over the rows, with the
+// loads of the next row under way, were slower.
 
+// TIMES rows of a thread, as they are in memory.
 template <typename T, int ROUNDS, int TIMES>
-struct Fetched {
+struct Taken {
     static constexpr int N = 16 / sizeof(T);
     Pack<T, N> row[TIMES][ROUNDS];
+
+    __device__ __forceinline__ Taken(Rows<T> const& from, unsigned first, unsigned together, unsigned rows,
+                                     unsigned inner, int place, int step, int width) {
+#pragma unroll
+        for (int t = 0; t < TIMES; ++t) {
+            unsigned const number = first + t * together;
+            T const* const at = from.at(number < rows ? number : 0, inner);
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) row[t][r] = take<N>(at, place + r * step, number < rows ? width : 0);
+        }
+    }
 
     __device__ __forceinline__ void keep_narrow(int t) {
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) rlspec::keep_narrow(row[t][r]);
     }
-
-    __device__ __forceinline__ void read(Rows<T> const& from, unsigned first, unsigned together, unsigned rows,
-                                         unsigned inner, int place, int step, int width) {
-#pragma unroll
-        for (int t = 0; t < TIMES; ++t) {
-            unsigned const row_number = first + t * together;
-            bool const there = row_number < rows;
-            T const* const at = from.at(there ? row_number : 0, inner);
-#pragma unroll
-            for (int r = 0; r < ROUNDS; ++r) row[t][r] = take<N>(at, place + r * step, there ? width : 0);
-        }
-    }
 };
 
-#ifndef NORM_MIN
-#define NORM_MIN 3
-#endif
-#ifndef DATA_MIN
-#define DATA_MIN 2
-#endif
-#ifndef QK_TIMES
-#define QK_TIMES 2
-#endif
-#ifndef KEEPW
-#define KEEPW 1
-#endif
-#ifndef PREFETCH
-#define PREFETCH 1
-#endif
 template <typename T, int ROUNDS, int TIMES, int THREADS, bool ROUND_FIRST>
-__global__ void __launch_bounds__(THREADS, ((sizeof(T) == 2 ? NORM_MIN : 2) * 256 / THREADS)) norm(Rows<T> x, T const* weight, T* y, unsigned rows, unsigned inner,
-                                                int width, float eps, float per_width, Spread spread) {
+__global__ void __launch_bounds__(THREADS, resident(1024, sizeof(T), THREADS))
+    norm(Rows<T> x, T const* weight, T* y, unsigned rows, unsigned inner, int width, float eps, float per_width,
+         Spread spread) {
     constexpr int N = 16 / sizeof(T);
-    __shared__ float parts[2][TIMES][32];
-    unsigned const together = blockDim.x >> spread.across_bits, own = threadIdx.x >> spread.across_bits;
-    unsigned const stride = gridDim.x * together * TIMES;
+    __shared__ float parts[TIMES][32];
+    unsigned const together = blockDim.x >> spread.across_bits;
+    unsigned const first = blockIdx.x * together * TIMES + (threadIdx.x >> spread.across_bits);
     int const step = N << spread.across_bits, place = threadIdx.x * N & (step - 1);
-    Fetched<T, ROUNDS, TIMES> now, next;
+    Taken<T, ROUNDS, TIMES> value(x, first, together, rows, inner, place, step, width);
     Pack<T, N> w[ROUNDS];
-    int64_t first = int64_t(blockIdx.x) * together * TIMES;
-    next.read(x, unsigned(first) + own, together, rows, inner, place, step, width);
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) w[r] = take<N>(weight, place + r * step, width);
-    for (int flip = 0; first < rows; first += stride, flip ^= 1) {
-        if (!PREFETCH && flip >= 0 && first >= stride) {
-            next.read(x, unsigned(first) + own, together, rows, inner, place, step, width);
-        }
-        now = next;
-        if (PREFETCH && first + stride < rows) {
-            next.read(x, unsigned(first) + stride + own, together, rows, inner, place, step, width);
-        }
 #pragma unroll
-        for (int t = 0; t < TIMES; ++t) {
-            unsigned const row = unsigned(first) + own + t * together;
-            float const scale = root(join<(ROUNDS > 1)>(squares(now.row[t]), spread, parts[flip][t]), eps, per_width);
-            now.keep_narrow(t);
-            if (row >= rows) continue;
+    for (int t = 0; t < TIMES; ++t) {
+        unsigned const row = first + t * together;
+        float const scale = root(join<(ROUNDS > 1)>(squares(value.row[t]), spread, parts[t]), eps, per_width);
+        value.keep_narrow(t);
+        if (row >= rows) continue;
 #pragma unroll
-            for (int r = 0; r < ROUNDS; ++r) {
-                if (KEEPW) keep_narrow(w[r]);
-                float found[N];
+        for (int r = 0; r < ROUNDS; ++r) {
+            float found[N];
 #pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    float normed = __fmul_rn(now.row[t][r].get(n), scale);
-                    if (ROUND_FIRST) normed = widen(narrow<T>(normed));
-                    found[n] = __fmul_rn(normed, w[r].get(n));
-                }
-                Pack<T, N> out;
-                out.set(found);
-                if (place + r * step < width) store<N>(y + int64_t(row) * width + place + r * step, out);
+            for (int n = 0; n < N; ++n) {
+                float normed = __fmul_rn(value.row[t][r].get(n), scale);
+                if (ROUND_FIRST) normed = widen(narrow<T>(normed));
+                found[n] = __fmul_rn(normed, w[r].get(n));
             }
+            Pack<T, N> out;
+            out.set(found);
+            if (place + r * step < width) store<N>(y + int64_t(row) * width + place + r * step, out);
         }
     }
 }
 
 template <typename T, int ROUNDS, int TIMES, int THREADS>
-__global__ void __launch_bounds__(THREADS, ((sizeof(T) == 2 ? DATA_MIN : 1) * 256 / THREADS)) norm_data_gradient(Rows<T> x, T const* weight, Rows<T> dy, T* dx,
-                                                              unsigned rows, unsigned inner, int width, float eps,
-                                                              float per_width, Spread spread) {
+__global__ void __launch_bounds__(THREADS, resident(512, sizeof(T), THREADS))
+    norm_data_gradient(Rows<T> x, T const* weight, Rows<T> dy, T* dx, unsigned rows, unsigned inner, int width,
+                       float eps, float per_width, Spread spread) {
     constexpr int N = 16 / sizeof(T);
-    __shared__ float parts[2][2 * TIMES][32];
-    unsigned const together = blockDim.x >> spread.across_bits, own = threadIdx.x >> spread.across_bits;
-    unsigned const stride = gridDim.x * together * TIMES;
+    __shared__ float parts[2 * TIMES][32];
+    unsigned const together = blockDim.x >> spread.across_bits;
+    unsigned const first = blockIdx.x * together * TIMES + (threadIdx.x >> spread.across_bits);
     int const step = N << spread.across_bits, place = threadIdx.x * N & (step - 1);
-    Fetched<T, ROUNDS, TIMES> now, above, next, next_above;
+    Taken<T, ROUNDS, TIMES> value(x, first, together, rows, inner, place, step, width);
+    Taken<T, ROUNDS, TIMES> upstream(dy, first, together, rows, inner, place, step, width);
     Pack<T, N> w[ROUNDS];
-    int64_t first = int64_t(blockIdx.x) * together * TIMES;
-    next.read(x, unsigned(first) + own, together, rows, inner, place, step, width);
-    next_above.read(dy, unsigned(first) + own, together, rows, inner, place, step, width);
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) w[r] = take<N>(weight, place + r * step, width);
-    for (int flip = 0; first < rows; first += stride, flip ^= 1) {
-        if (!PREFETCH && first >= stride) {
-            next.read(x, unsigned(first) + own, together, rows, inner, place, step, width);
-            next_above.read(dy, unsigned(first) + own, together, rows, inner, place, step, width);
-        }
-        now = next;
-        above = next_above;
-        if (PREFETCH && first + stride < rows) {
-            next.read(x, unsigned(first) + stride + own, together, rows, inner, place, step, width);
-            next_above.read(dy, unsigned(first) + stride + own, together, rows, inner, place, step, width);
-        }
 #pragma unroll
-        for (int t = 0; t < TIMES; ++t) {
-            unsigned const row = unsigned(first) + own + t * together;
-            auto const &value = now.row[t], &upstream = above.row[t];
-            float const scale = root(join<(ROUNDS > 1)>(squares(value), spread, parts[flip][2 * t]), eps, per_width);
-            now.keep_narrow(t);
-            Chain products;
+    for (int t = 0; t < TIMES; ++t) {
+        unsigned const row = first + t * together;
+        float const scale = root(join<(ROUNDS > 1)>(squares(value.row[t]), spread, parts[2 * t]), eps, per_width);
+        value.keep_narrow(t);
+        Chain products;
 #pragma unroll
-            for (int r = 0; r < ROUNDS; ++r) {
-                if (KEEPW) keep_narrow(w[r]);
+        for (int r = 0; r < ROUNDS; ++r) {
 #pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    float const g = __fmul_rn(upstream[r].get(n), w[r].get(n));
-                    products.add(g, __fmul_rn(value[r].get(n), scale));
-                }
+            for (int n = 0; n < N; ++n) {
+                float const g = __fmul_rn(upstream.row[t][r].get(n), w[r].get(n));
+                products.add(g, __fmul_rn(value.row[t][r].get(n), scale));
             }
-            float const mean = __fmul_rn(join<(ROUNDS > 1)>(products.value(), spread, parts[flip][2 * t + 1]), per_width);
-            now.keep_narrow(t);
-            above.keep_narrow(t);
-            if (row >= rows) continue;
+        }
+        float const mean = __fmul_rn(join<(ROUNDS > 1)>(products.value(), spread, parts[2 * t + 1]), per_width);
+        value.keep_narrow(t);
+        upstream.keep_narrow(t);
+        if (row >= rows) continue;
 #pragma unroll
-            for (int r = 0; r < ROUNDS; ++r) {
-                if (KEEPW) keep_narrow(w[r]);
-                float found[N];
+        for (int r = 0; r < ROUNDS; ++r) {
+            keep_narrow(w[r]);
+            float found[N];
 #pragma unroll
-                for (int n = 0; n < N; ++n) {
-                    float const g = __fmul_rn(upstream[r].get(n), w[r].get(n));
-                    float const normed = __fmul_rn(value[r].get(n), scale);
-                    found[n] = __fmul_rn(scale, __fmaf_rn(-normed, mean, g));
-                }
-                Pack<T, N> out;
-                out.set(found);
-                if (place + r * step < width) store<N>(dx + int64_t(row) * width + place + r * step, out);
+            for (int n = 0; n < N; ++n) {
+                float const g = __fmul_rn(upstream.row[t][r].get(n), w[r].get(n));
+                float const normed = __fmul_rn(value.row[t][r].get(n), scale);
+                found[n] = __fmul_rn(scale, __fmaf_rn(-normed, mean, g));
             }
+            Pack<T, N> out;
+            out.set(found);
+            if (place + r * step < width) store<N>(dx + int64_t(row) * width + place + r * step, out);
         }
     }
 }
@@ -403,67 +373,84 @@ __device__ __forceinline__ void join_warps(float* to, float* joined, int width, 
     }
 }
 
-// ONE: there is one set, so no partial sums are joined within a thread.
-template <typename T, int ROUNDS, int THREADS, bool ONE>
-__global__ void __launch_bounds__(THREADS, 1) norm_block_sums(Listed<T> list, float* sums, int width, float eps,
-                                                              float per_width, Spread spread, Partials partials) {
+// Rows come through shared memory, STAGES - 1 ahead; each thread reads what it has asked for itself.
+constexpr int STAGES = 3;
+
+__device__ __forceinline__ void copy_ahead(void* to, void const* from, bool there) {
+    uint32_t const at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
+template <typename T, int ROUNDS, int THREADS>
+__global__ void __launch_bounds__(THREADS, resident(512, sizeof(T), THREADS))
+    norm_block_sums(Listed<T> list, float* sums, int width, float eps, float per_width, Spread spread,
+                    Partials partials) {
     constexpr int N = 16 / sizeof(T);
-    extern __shared__ float joined[];
+    extern __shared__ uint4 held[];  // [STAGES][x, dy][ROUNDS][threads], then [warp_rows][block] to join warps
     __shared__ float parts[2][32];
     __shared__ int named[GROUP];
     list.name(named);
     Place const place(spread, partials);
     int const step = spread.lanes * spread.warps * N, all = GROUP * list.heads, side = partials.partial / partials.deep;
     bool const counted = place.own < partials.partial;
-    Pack<T, N> value[ROUNDS], upstream[ROUNDS], next_value[ROUNDS], next_upstream[ROUNDS];
-    bool live, next_live;
-    float dead, next_dead;
-    auto const fetch = [&](int first) {
-        auto const row = list.at(named, first + place.own, counted);
-        next_live = row.live;
-        next_dead = row.dead;
-#pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) {
-            next_value[r] = take<N>(row.value, place.along * N + r * step, row.live ? width : 0);
-            next_upstream[r] = take<N>(row.upstream, place.along * N + r * step, row.live ? width : 0);
-        }
+    auto const slot = [&](int stage, int which, int r) {
+        return reinterpret_cast<Pack<T, N>*>(held + ((stage * 2 + which) * ROUNDS + r) * blockDim.x + threadIdx.x);
     };
-    float total[ROUNDS][N];
-    int flip = 0;
-    fetch(0);
-    for (int set = 0; set < (ONE ? 1 : partials.deep); ++set) {
-        float acc[ROUNDS][N] = {};
-        for (int first = set * side; first < all; first += partials.partial, flip ^= 1) {
+    int next_set = 0, next_first = 0, next_stage = 0;
+    auto const fetch = [&]() {
+        while (next_first >= all && next_set + 1 < partials.deep) next_first = ++next_set * side;
+        if (next_first < all) {
+            auto const row = list.at(named, next_first + place.own, counted);
 #pragma unroll
             for (int r = 0; r < ROUNDS; ++r) {
-                value[r] = next_value[r];
-                upstream[r] = next_upstream[r];
+                int const column = place.along * N + r * step;
+                bool const there = row.live && column < width;
+                copy_ahead(slot(next_stage, 0, r), row.value + (there ? column : 0), there);
+                copy_ahead(slot(next_stage, 1, r), row.upstream + (there ? column : 0), there);
             }
-            live = next_live;
-            dead = next_dead;
-            int const after = first + partials.partial;
-            fetch(ONE || after < all ? after : (set + 1) * side);  // past the end there are zero rows, which are not read
+            next_first += partials.partial;
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        next_stage = next_stage + 1 == STAGES ? 0 : next_stage + 1;
+    };
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) fetch();
+    float total[ROUNDS][N];
+    int flip = 0, stage = 0;
+#pragma unroll 1
+    for (int set = 0; set < partials.deep; ++set) {
+        float acc[ROUNDS][N] = {};
+#pragma unroll 1
+        for (int first = set * side; first < all; first += partials.partial, flip ^= 1) {
+            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+            Pack<T, N> value[ROUNDS], upstream[ROUNDS];
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                value[r] = *slot(stage, 0, r);
+                upstream[r] = *slot(stage, 1, r);
+            }
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            fetch();
+            auto const row = list.at(named, first + place.own, counted);
             float const scale = root(join<(ROUNDS > 1)>(squares(value), spread, parts[flip]), eps, per_width);
 #pragma unroll
             for (int r = 0; r < ROUNDS; ++r) {
                 keep_narrow(value[r]);
 #pragma unroll
                 for (int n = 0; n < N; ++n) {
-                    float const normed = __fmul_rn(value[r].get(n), scale);
-                    float const term = __fmul_rn(upstream[r].get(n), normed);
-                    acc[r][n] = __fadd_rn(acc[r][n], live ? term : dead);
+                    float const term = __fmul_rn(upstream[r].get(n), __fmul_rn(value[r].get(n), scale));
+                    acc[r][n] = __fadd_rn(acc[r][n], row.live ? term : row.dead);
                 }
             }
         }
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
 #pragma unroll
-            for (int n = 0; n < N; ++n) {
-                total[r][n] = ONE || set == 0 ? acc[r][n] : __fadd_rn(total[r][n], acc[r][n]);
-            }
+            for (int n = 0; n < N; ++n) total[r][n] = set == 0 ? acc[r][n] : __fadd_rn(total[r][n], acc[r][n]);
         }
     }
     float* const to = sums + int64_t(blockIdx.x) * width;
+    float* const joined = reinterpret_cast<float*>(held + STAGES * 2 * ROUNDS * blockDim.x);
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
 #pragma unroll
@@ -590,21 +577,6 @@ bool with_rounds(Spread const& spread, Body body) {
     return spread.rounds == most && run(most, few);
 }
 
-// As many blocks as the chip holds at once, or as there are steps.
-template <typename Kernel>
-unsigned staying(Kernel kernel, int threads, int64_t steps) {
-    int device = 0, processors = 1, resident = 1;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, 0);
-#ifndef STAY
-#define STAY 1
-#endif
-    if (!STAY) return unsigned(steps);
-    int64_t const held = int64_t(processors) * (resident < 1 ? 1 : resident);
-    return unsigned(steps < held ? steps : held);
-}
-
 template <typename T>
 bool packed(Rows<T> const& rows, int64_t width) {
     constexpr int N = 16 / sizeof(T);
@@ -633,14 +605,13 @@ int rms_norm_forward(void const* x, void const* weight, void* y, int64_t dtype, 
         int const across = spread.lanes * spread.warps, threads = across < 128 ? 128 : across;
         unsigned const inner_rows = flat ? 0 : unsigned(inner);
         auto const launch = [&](auto kernel, int times) {
-            int64_t const steps = ceil_div(rows, int64_t(threads / across) * times);
-            kernel<<<staying(kernel, threads, steps), threads, 0, stream>>>(from, (T const*)weight, (T*)y,
-                                                                            unsigned(rows), inner_rows, int(width), eps,
-                                                                            1.0f / float(width), spread);
+            int64_t const blocks = ceil_div(rows, int64_t(threads / across) * times);
+            kernel<<<unsigned(blocks), threads, 0, stream>>>(from, (T const*)weight, (T*)y, unsigned(rows), inner_rows,
+                                                             int(width), eps, 1.0f / float(width), spread);
         };
         bool const whole = packed(from, width) && aligned(weight) && aligned(y);
         if (!whole || !with_rounds<T>(spread, [&](auto rounds, auto most) {
-                constexpr int times = rounds == 1 ? QK_TIMES : 1;
+                constexpr int times = rounds == 1 ? TIMES_OF_SHORT : 1;
                 launch(round_before_weight ? norm<T, rounds, times, most, true> : norm<T, rounds, times, most, false>,
                        times);
             })) {
@@ -664,18 +635,18 @@ int rms_norm_data_gradient(void const* x, void const* weight, void const* dy, vo
         Rows<T> const from{(T const*)x, x_outer, x_inner}, above{(T const*)dy, dy_outer, dy_inner};
         bool const flat = rows == inner || (x_outer == inner * x_inner && dy_outer == inner * dy_inner);
         int const across = spread.lanes * spread.warps, threads = across < 128 ? 128 : across;
-        auto const launch = [&](auto kernel, unsigned blocks) {
-            kernel<<<blocks, threads, 0, stream>>>(from, (T const*)weight, above, (T*)dx, unsigned(rows),
-                                                   flat ? 0 : unsigned(inner), int(width), eps, 1.0f / float(width),
-                                                   spread);
+        auto const launch = [&](auto kernel, int times) {
+            int64_t const blocks = ceil_div(rows, int64_t(threads / across) * times);
+            kernel<<<unsigned(blocks), threads, 0, stream>>>(from, (T const*)weight, above, (T*)dx, unsigned(rows),
+                                                             flat ? 0 : unsigned(inner), int(width), eps,
+                                                             1.0f / float(width), spread);
         };
         bool const whole = packed(from, width) && packed(above, width) && aligned(weight) && aligned(dx);
         if (!whole || !with_rounds<T>(spread, [&](auto rounds, auto most) {
-                constexpr int times = rounds == 1 ? QK_TIMES : 1;
-                auto const kernel = norm_data_gradient<T, rounds, times, most>;
-                launch(kernel, staying(kernel, threads, ceil_div(rows, int64_t(threads / across) * times)));
+                constexpr int times = rounds == 1 ? TIMES_OF_SHORT : 1;
+                launch(norm_data_gradient<T, rounds, times, most>, times);
             })) {
-            launch(norm_data_gradient_any<T>, unsigned(ceil_div(rows, threads / across)));
+            launch(norm_data_gradient_any<T>, 1);
         }
         return int(cudaGetLastError());
     });
@@ -700,23 +671,22 @@ int rms_norm_block_sums(void const* x, void const* dy, int32_t const* table, flo
         Partials const partials{rows, rows / (lane_rows * warp_rows), lane_rows, warp_rows};
         Listed<T> const list{{(T const*)x, x_outer, x_inner}, {(T const*)dy, dy_outer, dy_inner}, table, int(positions),
                              int(heads)};
-        auto const launch = [&](auto kernel) {
-            size_t const shared = warp_rows > 1 ? sizeof(float) * warp_rows * block : 0;
+        auto const launch = [&](auto kernel, size_t stages) -> int {
+            size_t const shared = stages + (warp_rows > 1 ? sizeof(float) * warp_rows * block : 0);
+            RLSPEC_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
             kernel<<<unsigned(blocks), warps * 32, shared, stream>>>(list, sums, int(width), eps, 1.0f / float(width),
                                                                      spread, partials);
+            return cudaGetLastError();
         };
-        bool const whole = vec == N && packed(list.x, width) && packed(list.dy, width);
+        size_t const stages = size_t(STAGES) * 2 * spread.rounds * warps * 32 * 16;
+        bool const whole = vec == N && packed(list.x, width) && packed(list.dy, width) && stages <= MOST_SHARED;
+        int code = 0;
         if (!whole || !with_rounds<T>(spread, [&](auto rounds, auto most) {
-                constexpr bool full = rounds * N == 32;
-                if (partials.deep == 1 && full) {
-                    launch(norm_block_sums<T, rounds, most, full>);
-                } else {
-                    launch(norm_block_sums<T, rounds, most, false>);
-                }
+                code = launch(norm_block_sums<T, rounds, most>, stages);
             })) {
-            launch(norm_block_sums_any<T>);
+            code = launch(norm_block_sums_any<T>, 0);
         }
-        return int(cudaGetLastError());
+        return code;
     });
 }
 

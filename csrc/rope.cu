@@ -13,10 +13,7 @@
 
 namespace rlspec {
 
-#ifndef ROPE_HEADS
-#define ROPE_HEADS 2
-#endif
-constexpr int HEADS = ROPE_HEADS;  // a thread takes this many heads, for one reading of the tables
+constexpr int HEADS = 2;  // a thread takes this many heads, for one reading of the tables
 
 template <typename T, typename A, int N>
 __global__ void __launch_bounds__(256) rotate(T const* x, A const* cos, A const* sin, T* out, int64_t tokens,

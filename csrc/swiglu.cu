@@ -54,12 +54,9 @@ struct Operands {
     T* result[Formula::results];
 };
 
-#ifndef GATE_LOADS
-#define GATE_LOADS 2
-#endif
-// Loads of a thread that are in flight together.
+// A thread has two loads in flight at least.
 template <typename Formula>
-constexpr int PACKS = GATE_LOADS / Formula::sources < 1 ? 1 : GATE_LOADS / Formula::sources;
+constexpr int PACKS = Formula::sources == 1 ? 2 : 1;
 
 // One block of threads a row and stretch of columns, PACKS times N columns a thread.
 template <typename T, typename Formula, int N>

@@ -67,11 +67,9 @@ TILES: tuple[tuple[float, Tile], ...] = (
 )
 DATA_TILES: tuple[tuple[float, Tile], ...] = (
     (8, Tile(16, 128, 128, 4, 4)),
-    (16, Tile(32, 128, 64, 4, 5)),
     (float("inf"), Tile(128, 256, 64, 8, 3, half=True)),
 )
 FOLD_TILE = Tile(128, 128, 32, 4, 5)
-RESUMED_TILE = Tile(128, 128, 64, 4, 3)
 PLAIN = Tile(64, 64, GROUP, 4, 3)
 
 
@@ -389,8 +387,7 @@ def _forward(x: Tensor, weight: Tensor, offsets: Tensor, along: bool = False) ->
 def _weight_gradient(
     dy: Tensor, x: Tensor, out: Tensor, offsets: Tensor, carried: Tensor, mode: int, resume: bool
 ) -> None:
-    fast = RESUMED_TILE if resume else FOLD_TILE
-    tile = fast if _through_tma(dy, x) else PLAIN
+    tile = FOLD_TILE if _through_tma(dy, x) else PLAIN
     _weight_product(dy, x, out, offsets, carried, mode, resume, tile)(x.device)
 
 

@@ -282,7 +282,7 @@ _TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 def _logits_launch(x: Tensor, weight: Tensor, logits: Tensor, rounded: torch.dtype) -> Launch:
     (rows, width), experts = x.shape, weight.shape[0]
     # The number of rows may choose the tile of the matrix unit, whose bits are those of any other.
-    few = 32 if rows > 1024 else 16
+    few = 64 if rows > 1024 else 16
     tile, columns = (16, 16) if x.dtype == torch.float32 else (few, min(64, triton.next_power_of_2(max(experts, 16))))
     grid = (triton.cdiv(rows, tile), triton.cdiv(experts, columns))
     args = (x, weight, logits, rows, experts, width, x.stride(0), 1.0, tile, columns, PART, _TRITON[rounded])
@@ -317,11 +317,11 @@ def _data_launch(slopes: Tensor, weight: Tensor, dx: Tensor) -> Launch:
 def _fold_launch(slopes: Tensor, x: Tensor, blocks: Tensor | None, out: Tensor) -> Launch:
     (rows, experts), width = slopes.shape, x.shape[1]
     split, table = x.dtype != torch.float32, blocks is not None
-    tile, columns = (64, 32) if split else (16, 16)
+    tile, columns = (32, 64) if split else (16, 16)
     count = triton.cdiv(rows, GROUP) if blocks is None else blocks.shape[0]
     grid = (triton.cdiv(experts, tile), triton.cdiv(width, columns))
     sizes = (rows, count, experts, width, x.stride(0), tile, columns, GROUP, split, table)
-    return Launch(_fold, grid, (slopes, x, blocks if table else slopes, out, *sizes), {"num_warps": 4, "num_stages": 3})
+    return Launch(_fold, grid, (slopes, x, blocks if table else slopes, out, *sizes), {"num_warps": 4, "num_stages": 6})
 
 
 def _balance_launch(

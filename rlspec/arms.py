@@ -207,6 +207,7 @@ def _state_after(
         log=str(step.log),
         run_file_digest=seen.get("run_file_digest"),
         code_digest=provenance.code_digest(seen),
+        root=str(session.folder.root),
         notes=list(outcome.notes),
         observed=seen,
     )

@@ -211,12 +211,15 @@ def _exit_code(search: Search) -> int:
 
 def _words(search: Search, state: _State, top: Path, good: str, width: int) -> str:
     tried = state.data["tried"]
-    lines = [f"good         {_title(top, good)}: the envelope, {_bases(state.data)} base runs"]
+    lines = [f"good         {_title(top, good)}: the floor, of {_bases(state.data)} base runs"]
     for commit in search.commits:
         if commit in tried:
             lines.append(f"{tried[commit]['status']:<11}  {_title(top, commit)}")
     arms = f"{len(tried)} feature {'arm' if len(tried) == 1 else 'arms'}"
     lines += ["", *wrap(f"{_conclusion(search, tried, top)} ({arms} for {len(search.commits)} commits)", width)]
+    last = search.undecided or (search.suspects or search.commits)[-1]
+    if run := tried.get(last, {}).get("run"):
+        lines += wrap(f"{run}/report.json", width, "report: ")
     return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ def find(start: Path, keep: int) -> Found:
     """All but the newest `keep` runs of each spec, and the worktrees in those that stay.
 
     A folder without a plan (rendered only, or cut off at once) counts as a run of the spec that its name ends in.
-    Raises SpecError while a run that uses one of the worktrees goes on.
+    Raises SpecError while a run goes on that would go, or that uses one of the worktrees.
     """
     by_spec: dict[str, list[runs.Folder]] = defaultdict(list)
     for folder in runs.folders(runs.root(start.resolve())):
@@ -37,22 +37,28 @@ def find(start: Path, keep: int) -> Found:
         kept += folders[count:]
     trees = [tree for folder in kept for tree in _worktrees(folder.workspace)]
     for tree in [*trees, *(tree for folder in old for tree in _worktrees(folder.workspace))]:
-        _require_idle(tree)
+        _require_idle(tree, start)
+    for folder in old:
+        if (folder.workspace / "lock").exists():
+            with folder.lock("clean"):
+                pass
     paths = [*(path for folder in old for path in (folder.workspace, folder.logging) if path.exists()), *trees]
     sizes = [_size(path) for path in paths]
     lines = [f"{size / 2**20:8.1f} MiB  {path}" for size, path in zip(sizes, paths, strict=True)]
     return Found(paths=tuple(paths), text="\n".join([*lines, f"{sum(sizes) / 2**20:8.1f} MiB  in all"]))
 
 
-def _require_idle(tree: Path) -> None:
-    if repository.top(tree) is not None:  # else its repository is gone, and with it every run
-        with repository.lock(tree, "clean"):
+def _require_idle(tree: Path, start: Path) -> None:
+    """SpecError while a run uses it. A tree made where this file system is mounted elsewhere does not find its git."""
+    top = repository.top(tree) or repository.top(start)
+    if top is not None:  # else its repository is gone, and with it every run
+        with repository.lock(top, "clean"):
             pass
 
 
 def _spec(folder: runs.Folder) -> str:
     with contextlib.suppress(RunError, KeyError, TypeError):
-        return str(runs.load(folder.plan)["spec"]["path"])
+        return str(runs.spec_of(folder, runs.load(folder.plan)))
     return folder.name.partition("-")[2]
 
 

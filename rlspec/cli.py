@@ -526,7 +526,7 @@ def report_(run: str, outputs: tuple[Path, ...], verbose: bool, portable: bool) 
 
     RUN is the folder of a run, its name, or a report.json. Judges nothing.
     """
-    from rlspec import report, runs
+    from rlspec import report, reports, runs
 
     report.known(outputs)
     path = Path(run)
@@ -536,6 +536,7 @@ def report_(run: str, outputs: tuple[Path, ...], verbose: bool, portable: bool) 
             raise errors.SpecError(f"{folder.name} has no report, since it did not end; `rlspec judge {run}` makes one")
         path = folder.report
     made = runs.given(path, "report")
+    reports.unedited(path, made)
     if portable:
         made = report.portable(made)
     _print(made, verbose)

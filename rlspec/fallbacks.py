@@ -22,6 +22,10 @@ _MOVING = frozenset((
     "split", "split_with_sizes", "squeeze", "stack", "t", "to", "transpose", "unbind", "unflatten", "unsqueeze",
     "view", "where", "zero_", "zeros", "zeros_like",
 ))  # fmt: skip
+# Where the launches of a backend are seen; `fastest` takes the kernels of either.
+_LAUNCHES: Mapping[str, tuple[str, ...]] = {
+    "triton": ("triton",), "cuda": ("native",), "fastest": ("triton", "native"),
+}  # fmt: skip
 _OWN = ("rlspec::",)  # the namespace of the kernels in csrc/, whose launchers go by other names
 _LIBRARY_KERNEL = re.compile(
     r"cublas|cutlass|cudnn|flash|fmha|nvjet|xmma|gemm|gemv|softmax|layer_norm|rms_norm|silu", re.I
@@ -32,10 +36,10 @@ def fallback(backend: str | None, seen: Mapping[str, Any]) -> str | None:
     """Why what ran is not what the candidate declares, or None; who declares no backend may run anything."""
     if backend is None:
         return None
-    if backend not in ("triton", "cuda"):
-        return f"the candidate declares the backend {backend!r}; known: triton, cuda"
+    if backend not in _LAUNCHES:
+        return f"the candidate declares the backend {backend!r}; known: {', '.join(_LAUNCHES)}"
     declares = f"the candidate declares {backend}"
-    if not seen["triton" if backend == "triton" else "native"]:
+    if not any(seen[where] for where in _LAUNCHES[backend]):
         return f"{declares}, and no {backend} kernel was launched"
     # Operators of a library of the user's own are the candidate, not a fallback; the profiler looks into them.
     if computed := [name for name in seen["torch"] if name not in _MOVING and "::" not in name]:
@@ -43,7 +47,7 @@ def fallback(backend: str | None, seen: Mapping[str, Any]) -> str | None:
     if idle := seen["calls_without_launch"]:
         return f"{declares}, and {idle} of its calls launched no {backend} kernel"
     known = {*seen["triton"], *seen["native"]}
-    own = _OWN if backend == "cuda" else ()
+    own = _OWN if "native" in _LAUNCHES[backend] else ()
     strange = [name for name in seen["profiled"] or () if name not in known and not name.startswith(own)]
     foreign = [name for name in strange if _LIBRARY_KERNEL.search(name)]
     return f"{declares}, and the profiler saw {foreign[0][:80]}" if foreign else None

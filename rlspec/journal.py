@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from rlspec.errors import RunError, SpecError
+from rlspec import locks
+from rlspec.errors import RunError
 from rlspec.git import common_dir
+from rlspec.mounts import Move
 
 
 @contextmanager
 def lock(repo: Path, what: str = "run") -> Iterator[None]:
-    """Keep a second rlspec off the repository and its worktrees. The lock dies with the process that holds it.
+    """Keep a second rlspec off the repository and its worktrees, on this machine or another (see `locks`).
 
-    SpecError while another one holds it, RunError where the file system cannot lock.
+    SpecError while another one holds it.
     """
-    file = _state(repo) / "lock"
-    try:
-        file.parent.mkdir(exist_ok=True)
-        stream = open(os.open(file, os.O_RDWR | os.O_CREAT, 0o666), "r+", encoding="utf-8")  # noqa: SIM115
-    except OSError as error:
-        raise SpecError(
-            f"{file}: cannot be opened to lock the repository: {error.strerror}; make it writable"
-        ) from error
-    with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SpecError(f"{_holder(stream.read())} is using {repo}; wait for it or end it ({file})") from None
-        except OSError as error:
-            raise RunError(f"{file}: this file system cannot lock: {error.strerror}") from error
-        stream.truncate(0)
-        json.dump({**_signature(), "what": what}, stream)
-        stream.flush()
-        try:
-            yield
-        finally:
-            stream.seek(0)
-            stream.truncate()
+    with locks.held(_state(repo) / "lock", what, repo):
+        yield
 
 
 def place(repo: Path) -> Path:
@@ -57,14 +35,14 @@ def write(file: Path, data: Mapping[str, Any]) -> None:
     draft = file.with_suffix(".tmp")
     file.parent.mkdir(exist_ok=True)
     with draft.open("w", encoding="utf-8") as stream:
-        json.dump({**_signature(), **data}, stream)
+        json.dump({**locks.signature(), "common": str(_common(file)), **data}, stream)
         stream.flush()
         os.fsync(stream.fileno())
     draft.replace(file)
 
 
 def read(file: Path) -> dict[str, Any]:
-    """RunError if it cannot be read: what an earlier run left must then be undone by hand."""
+    """Its paths as they are here. RunError if it cannot be read: what a run left must then be undone by hand."""
     try:
         data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -72,21 +50,18 @@ def read(file: Path) -> dict[str, Any]:
             f"{file}: the journal of an earlier run cannot be read: {error}; put the work tree back by hand "
             "(`git status`, `git worktree list`), then delete the file"
         ) from error
-    return data
+    return data if "common" not in data else Move(Path(data["common"]), _common(file)).value(data)
+
+
+def is_mine(file: Path) -> bool:
+    """Whether this process wrote it; another one may have, if our lock was taken from us."""
+    now, then = locks.signature(), read(file)
+    return all(then[key] == now[key] for key in ("pid", "host"))
 
 
 def _state(repo: Path) -> Path:
     return common_dir(repo) / "rlspec"
 
 
-def _signature() -> dict[str, Any]:
-    since = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-
-
-def _holder(text: str) -> str:
-    try:
-        data = json.loads(text)
-    except ValueError:  # read between its two writes
-        return "another rlspec"
-    return f"another rlspec {data['what']} (pid {data['pid']} on {data['host']}, since {data['since']})"
+def _common(file: Path) -> Path:
+    return file.parent.parent

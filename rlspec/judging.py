@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlspec import chain_records, logs, measurements, pipeline, runs, schema, workloads
+from rlspec import chain_records, logs, measurements, pipeline, reuse, runs, schema, workloads
 from rlspec import contract as contracts
 from rlspec.arms import state_of
 from rlspec.checks import CHECKS
 from rlspec.errors import RunError, SpecError
 from rlspec.model import Arm, Document, Result, Spec, Step
-from rlspec.reports import build, digest
+from rlspec.reports import build, digest, sealed
 
 
 def judge(
@@ -87,7 +87,7 @@ def _again(path: Path, contract: str | None) -> dict[str, Any]:
 def _from_report(path: Path, contract: str | None) -> dict[str, Any]:
     made = runs.given(path, "report")
     source, run = made.get("source"), made["run"]
-    if made.get("measured"):
+    if made.get("measured") or made.get("seal"):
         return _from_measured(path, made, contract)
     if source is None:
         if run and (Path(run["folder"]) / "plan.json").is_file():
@@ -169,14 +169,15 @@ def _inodes(path: Path) -> set[tuple[int, int]]:
 def rejudge(folder: runs.Folder, contract_name: str | None = None) -> dict[str, Any]:
     """Judge a finished run again from its records. Raises SpecError or RunError."""
     planned = runs.load(folder.plan, "plan")
-    spec = pipeline.with_added(_planned_spec(planned), planned)
+    seen = {**planned["spec"], "path": str(runs.spec_of(folder, planned))}
+    spec = pipeline.with_added(_planned_spec({**planned, "spec": seen}), planned)
     contract = _planned_contract(folder.plan, planned, contract_name)
     steps = CHECKS[spec.kind].expand(spec, folder.workspace, folder.logging)
     by_name = {arm["name"]: arm for arm in planned["arms"]}
     states: dict[str, dict[str, Any]] = {}
     for step in steps:
         if step.provenance.exists():
-            states[step.arm.name] = runs.load(step.provenance)
+            states[step.arm.name] = reuse.seen_here(folder, runs.load(step.provenance))
             _untouched(step, states[step.arm.name])
         elif not step.argv:
             states[step.arm.name] = state_of(step, "done")
@@ -211,13 +212,10 @@ def _planned_contract(path: Path, planned: Mapping[str, Any], name: str | None) 
 def _from_measured(path: Path, given: dict[str, Any], contract_name: str | None) -> dict[str, Any]:
     """Judge the cells of a report again, from the numbers in it. Raises RunError if they were touched."""
     own = {"operators": "operators", "chain": "chain"}.get(given["kind"], "operators of that kind")
-    lacking = [name for name in ("seal", "workload", own, "contract", "spec") if not given.get(name)]
-    if lacking or "data" not in given["spec"] or "rows" not in given["contract"]:
-        raise RunError(f"{path} holds measurements, but not all that their verdicts are derived from")
-    if measurements.seal(given) != given["seal"]:
-        raise RunError(
-            f"{path} has been edited since: what its verdicts are derived from does not have the seal beside it"
-        )
+    needed = ("seal", "measured", "workload", own, "contract", "spec")
+    if any(not given.get(name) for name in needed) or "data" not in given["spec"] or "rows" not in given["contract"]:
+        raise RunError(f"{path} has been edited since: it does not hold all that its verdicts are derived from")
+    sealed(path, given)
     (chain_records if own == "chain" else measurements).check(path, given["measured"])
     workload = given["workload"]
     if workloads.digest(workload["data"]) != workload["digest"]:

@@ -124,8 +124,9 @@ def check(path: Path, measured: Mapping[str, Any]) -> None:
 def seal(report: Mapping[str, Any]) -> str:
     """SHA-256 over all that a report's verdicts are derived from, as canonical JSON: any edit breaks it."""
     own = "chain" if report["kind"] == "chain" else "operators"
-    basis = {name: report[name] for name in ("kind", own, "contract", "workload", "measured")}
-    text = json.dumps({**basis, "spec": report["spec"]["data"]}, sort_keys=True, separators=(",", ":"))
+    basis = {name: report.get(name) for name in ("kind", own, "contract", "workload", "measured")}
+    data = (report.get("spec") or {}).get("data")
+    text = json.dumps({**basis, "spec": data}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from rlspec import layouts
 from rlspec.workloads import Tier
 
-IMPLEMENTATIONS = ("reference", "canonical", "torch", "triton", "cuda")
+IMPLEMENTATIONS = ("reference", "canonical", "torch", "triton", "cuda", "fastest")
 DEFAULT = "torch"  # of an operator that a mapping leaves out
-OWN_KERNELS = ("triton", "cuda")  # implementations whose kernels must be seen to run
+OWN_KERNELS = ("triton", "cuda", "fastest")  # implementations whose kernels must be seen to run
 JUDGMENTS = ("forward_accuracy", "forward_invariance", "gradient_accuracy", "gradient_invariance")
 
 
@@ -72,7 +72,7 @@ _PRODUCTS = {"grouped_gemm": ("gate_up", "down")}
 
 def implemented(operator: str) -> tuple[str, ...]:
     """The implementations of the catalogue that have the operator."""
-    return tuple(name for name in IMPLEMENTATIONS if not (name == "cuda" and NODES[operator].experts))
+    return tuple(name for name in IMPLEMENTATIONS if not (name in ("cuda", "fastest") and NODES[operator].experts))
 
 
 def implementation_of(operator: str, given: str | Mapping[str, str] | None) -> str:

@@ -69,12 +69,15 @@ def run(document: Document, options: arms.Options, stream: TextIO) -> dict[str, 
         base = runs.root(Path.cwd().resolve())
         top, commits = _enter_repository(spec, stack, notes, base)
         earlier = _earlier(spec, options, base)
-        if going_on := earlier if options.resume or options.retry_errors else None:
+        going_on = earlier if options.resume or options.retry_errors else None
+        folder = going_on or runs.create(base, spec.kind, spec.model, spec.path.stem)
+        stack.enter_context(folder.lock("run"))
+        if going_on:
             spec, commits = _as_planned(spec, going_on, commits, options)
         session = arms.Session(
             spec=spec,
             contract=contract,
-            folder=going_on or runs.create(base, spec.kind, spec.model, spec.path.stem),
+            folder=folder,
             options=options,
             stream=stream,
             commits=commits,
@@ -181,7 +184,9 @@ def _filled(session: arms.Session, step: Step) -> Step:
 
 def _write_plan(session: arms.Session, steps: Sequence[Step]) -> None:
     spec, contract = session.spec, session.contract
-    digests = render.write(spec, steps, contract)
+    folder = session.folder
+    move = folder.move(runs.load(folder.plan, "plan")) if folder.plan.is_file() else None
+    digests = render.write(spec, steps, contract, move)
     named = {arm["name"] for arm in spec.data["arms"]}
     data = {
         "schema_version": 1,
@@ -190,6 +195,7 @@ def _write_plan(session: arms.Session, steps: Sequence[Step]) -> None:
         "kind": spec.kind,
         "name": spec.name,
         "spec": {"path": str(spec.path.resolve()), "digest": spec.digest, "data": dict(spec.data)},
+        "root": str(folder.root),
         "overrides": list(session.options.overrides),
         "tag": steps[0].tag if steps else "",
         "contract": {

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +98,18 @@ def machine(provenance: Mapping[str, Any]) -> dict[str, str]:
     return {name: _text(value) for name, value in found.items() if value is not None}
 
 
-def code_digest(provenance: Mapping[str, Any]) -> str | None:
-    """SHA-256 over the files that an arm imported, stdlib and site-packages aside, as they are now; None if unseen."""
+def code_digest(provenance: Mapping[str, Any], place: Callable[[str], Path] = Path) -> str | None:
+    """SHA-256 over the files that an arm imported, stdlib and site-packages aside, as they are now; None if unseen.
+
+    `place` says where a file of the arm is on this machine.
+    """
     run_file = provenance.get("run_file")
     seen = sorted({*(provenance.get("files") or ()), *(provenance.get("main") or ())} - {run_file})
     if provenance.get("files") is None:
         return None
     total = hashlib.sha256()
     for name in seen:
-        path = Path(name)
+        path = place(name)
         total.update(name.encode() + b"\0")
         total.update(hashlib.sha256(path.read_bytes()).digest() if path.is_file() else b"gone")
     return total.hexdigest()

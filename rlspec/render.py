@@ -17,6 +17,7 @@ from rlspec.checks import chain, operators, parity
 from rlspec.contract import Contract
 from rlspec.errors import SpecError
 from rlspec.model import Spec, Step
+from rlspec.mounts import Move
 
 PLACEHOLDER = re.compile(r"<[a-z]+(?:[-_][a-z]+)+>|<[A-Z]{2,}(?:[-_][A-Z]+)*>")
 _QUOTED_HOLE = re.compile(r"""['"]\s*\{\{|\}\}\s*['"]""")
@@ -115,18 +116,27 @@ def has_files(spec: Spec) -> bool:
     return spec.run_template is not None or any(arm.template for arm in spec.arms)
 
 
-def write(spec: Spec, steps: Sequence[Step], contract: Contract) -> dict[str, str]:
-    """Write the run files of all steps; arm -> digest of its run file, of those that have one."""
+def write(spec: Spec, steps: Sequence[Step], contract: Contract, move: Move | None = None) -> dict[str, str]:
+    """Write the run files of all steps; arm -> digest of its run file, of those that have one.
+
+    `move`: a run that goes on here was planned where the same file system is mounted elsewhere, so its run files are
+    written again with the paths of this machine.
+    """
     content = {arm: made.encode() for arm, made in check(spec, contract).items()}
     digests = {arm: hashlib.sha256(made).hexdigest() for arm, made in content.items()}
     for step in steps:
         if step.run_file is None:
             continue
-        if not step.run_file.exists():
-            step.run_file.write_bytes(content[step.arm.name])
+        made = content[step.arm.name]
+        if not step.run_file.exists() or (move is not None and _moved(step.run_file, move) == made):
+            step.run_file.write_bytes(made)
         if hashlib.sha256(step.run_file.read_bytes()).hexdigest() != digests[step.arm.name]:
             raise SpecError(f"{step.run_file} is not what the template renders; the arms would run other files")
     return digests
+
+
+def _moved(run_file: Path, move: Move) -> bytes:
+    return move.text(run_file.read_text(encoding="utf-8", errors="replace")).encode()
 
 
 def check(spec: Spec, contract: Contract) -> dict[str, str]:

@@ -12,6 +12,7 @@ import rlspec
 from rlspec import contract as contracts
 from rlspec import measurements, plan, runs, verdicts, workloads
 from rlspec.checks import chain, operators
+from rlspec.errors import RunError
 from rlspec.model import Expect, Result, Row, Spec, Step, Verdict
 
 
@@ -76,6 +77,20 @@ def build(
     return expected(spec, report)
 
 
+def unedited(path: Path, report: Mapping[str, Any]) -> None:
+    """Raise RunError if a report does not agree with itself: outcome and verdicts, seal and numbers."""
+    if report["outcome"] != verdicts.worst(one["status"] for one in report["verdicts"]):
+        raise RunError(f"{path} has been edited since: its outcome {report['outcome']} is not that of its verdicts")
+    if "seal" in report:
+        sealed(path, report)
+
+
+def sealed(path: Path, report: Mapping[str, Any]) -> None:
+    """Raise RunError unless the seal is that of all that the verdicts are derived from."""
+    if measurements.seal(report) != report["seal"]:
+        raise RunError(f"{path} has been edited since: its seal is not that of the measurements and limits in it")
+
+
 def _measured(spec: Spec, contract: contracts.Contract, results: Sequence[Result]) -> dict[str, Any]:
     """All that the verdicts of cells can be derived from again, and a seal over what was measured."""
     measured, load = {result.arm.name: result.measured for result in results}, spec.workload
@@ -108,9 +123,18 @@ def _remarks(steps: Sequence[Step], states: Mapping[str, Mapping[str, Any]]) -> 
     names = sorted({key for values in surroundings.values() for key in values})
     for key in names:
         values = {name: surroundings[name].get(key, "unset") for name in surroundings}
-        if len(set(values.values())) > 1:
-            said.append(f"{key} differed: {', '.join(f'{name} {value}' for name, value in values.items())}")
+        said += _differing(key, values)
+    versions = {name: one.get("versions") or {} for name, one in seen.items() if one}
+    for package in sorted({package for found in versions.values() for package in found}):
+        values = {name: str(found[package]) for name, found in versions.items() if package in found}
+        said += _differing(package, values)
     return said
+
+
+def _differing(what: str, values: Mapping[str, str]) -> list[str]:
+    if len(set(values.values())) < 2:
+        return []
+    return [f"{what} differed: {', '.join(f'{name} {value}' for name, value in values.items())}"]
 
 
 def _content(step: Step) -> str:

@@ -50,7 +50,7 @@ def isolation(repo: Path, kind: str, commits: Sequence[str], folder: Path) -> It
         yield trees
     finally:
         with postponed():
-            if file.exists():
+            if file.exists() and journal.is_mine(file):
                 trees.notes += undo(file)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ def take_over(session: Session, steps: Sequence[Step]) -> None:
     earlier = session.earlier
     if earlier is None:
         return
-    planned = {arm["name"]: arm for arm in runs.load(earlier.plan, "plan")["arms"]}
+    planned = _planned(earlier)
     mine = {arm["name"]: arm for arm in runs.load(session.folder.plan, "plan")["arms"]}
     for step in steps:
         name = step.arm.name
@@ -62,7 +63,7 @@ def _not_reusable(
             return text
     if _without(planned["argv"], earlier) != _without(mine["argv"], session.folder):
         return "the command differs"
-    if planned.get("commit") is None and _changed(state):
+    if planned.get("commit") is None and _changed(state, earlier):
         return "the code that it ran has changed"
     path = earlier.workspace / f"{planned['stem']}.records.jsonl"
     if state.get("records_digest") and (not path.exists() or digest(path) != state["records_digest"]):
@@ -70,9 +71,23 @@ def _not_reusable(
     return None
 
 
-def _changed(state: Mapping[str, Any]) -> bool:
+def _planned(earlier: runs.Folder) -> dict[str, Any]:
+    """Arm -> what the earlier run planned for it, with the paths of this machine, also in its run file."""
+    plan = runs.load(earlier.plan, "plan")
+    move = earlier.move(plan)
+    found = {arm["name"]: move.value(arm) for arm in plan["arms"]}
+    for arm in found.values() if move.old != move.new else ():
+        for file in earlier.workspace.glob(f"{arm['stem']}.*"):
+            if digest(file) == arm["run_file_digest"]:
+                text = move.text(file.read_text(encoding="utf-8"))
+                arm["run_file_digest"] = hashlib.sha256(text.encode()).hexdigest()
+    return found
+
+
+def _changed(state: Mapping[str, Any], earlier: runs.Folder) -> bool:
     before: str | None = state.get("code_digest")
-    return before is not None and provenance.code_digest(state.get("observed") or {}) != before
+    seen = state.get("observed") or {}
+    return before is not None and provenance.code_digest(seen, earlier.move(state).path) != before
 
 
 def _without(argv: Sequence[str], folder: runs.Folder) -> list[str]:
@@ -83,10 +98,18 @@ def _copy(session: Session, step: Step, earlier: runs.Folder) -> dict[str, Any]:
     planned = {arm["name"]: arm for arm in runs.load(earlier.plan, "plan")["arms"]}[step.arm.name]
     source = earlier.workspace / f"{planned['stem']}.provenance.json"
     state = runs.load(source)
+    mine = seen_here(earlier, state)
     if earlier != session.folder:
         records_path = source.with_name(f"{planned['stem']}.records.jsonl")
         if records_path.exists():
             shutil.copyfile(records_path, step.records)
-        state = {**state, "reused_from": earlier.name}
-        runs.save(step.provenance, state)
-    return {**state, "reused_from": state.get("reused_from") or earlier.name}
+        mine = {**mine, "reused_from": earlier.name}
+        if earlier.root != session.folder.root:  # another repository, not another mount of ours
+            state.pop("root", None)
+        runs.save(step.provenance, {**state, "reused_from": earlier.name})
+    return {**mine, "reused_from": mine.get("reused_from") or earlier.name}
+
+
+def seen_here(folder: runs.Folder, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an arm of that run, its log by the path on this machine."""
+    return {**state, "log": folder.move(state).text(state["log"])} if state.get("log") else state

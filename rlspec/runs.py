@@ -9,13 +9,14 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlspec import schema
+from rlspec import locks, schema
 from rlspec.errors import RunError, SpecError
+from rlspec.mounts import Move
 
 _GZIP = b"\x1f\x8b"
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
@@ -39,6 +40,21 @@ class Folder:
     @property
     def report(self) -> Path:
         return self.workspace / "report.json"
+
+    @property
+    def root(self) -> Path | None:
+        """The root below which both lie; None if the run was copied away from there."""
+        parents = self.workspace.parents
+        return parents[3].resolve() if len(parents) > 3 and parents[2].name == "workspace" else None
+
+    def move(self, written: Mapping[str, Any]) -> Move:
+        """From the paths in a plan or in the state of an arm, which another machine may have written, to those here."""
+        here = self.root or Path(self.workspace.anchor)
+        return Move(Path(written["root"]) if self.root and "root" in written else here, here)
+
+    def lock(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Nothing else may run or remove it meanwhile, here or on another machine. SpecError if something does."""
+        return locks.held(self.workspace / "lock", what, self.workspace)
 
 
 def root(start: Path) -> Path:
@@ -163,10 +179,14 @@ def find(base: Path, run: str) -> Folder:
 
 
 def latest(base: Path, spec_path: Path) -> Folder | None:
-    """The newest run of a spec. Raises RunError if its plan cannot be read."""
+    """The newest run of a spec, wherever its file system was mounted then. RunError if its plan cannot be read."""
     named = [folder for folder in all_of(base) if f"-{_UNSAFE.sub('_', spec_path.stem)}" in folder.name]
-    found = (one for one in reversed(named) if load(one.plan, "plan")["spec"]["path"] == str(spec_path.resolve()))
-    return next(found, None)
+    return next((one for one in reversed(named) if spec_of(one, load(one.plan, "plan")) == spec_path.resolve()), None)
+
+
+def spec_of(folder: Folder, plan: Mapping[str, Any]) -> Path:
+    """The spec of a run, by its path here."""
+    return folder.move(plan).path(plan["spec"]["path"])
 
 
 def save(path: Path, data: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ takes commits that pin the same submodule commits as the user's HEAD.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -118,9 +119,29 @@ def remove(root: Path, place: Path) -> list[str]:
 
     Never `worktree prune`: it would also forget the user's worktrees on a disk that is not mounted now.
     """
+    known = _known_elsewhere(root, place)
     done = git.run(root, "worktree", "remove", "--force", "--force", str(place))
     shutil.rmtree(place, ignore_errors=True)
+    if known is not None:
+        shutil.rmtree(known)
     return [f"the worktree {place} could not be removed: {git.words(done)}"] if place.exists() else []
+
+
+def _known_elsewhere(root: Path, place: Path) -> Path | None:
+    """What git keeps of a worktree that it knows by the path that another machine has for it, which git cannot remove.
+
+    That path is nowhere here, ends like ours, and our `.git` file leads to the entry.
+    """
+    link, done = place / ".git", git.run(root, "rev-parse", "--git-common-dir")
+    if not link.is_file() or done.returncode:
+        return None
+    common = root / os.fsdecode(done.stdout).strip()
+    entry = common / "worktrees" / Path(os.fsdecode(link.read_bytes()).strip()).name
+    if not (entry / "gitdir").is_file():
+        return None
+    there = Path(os.fsdecode((entry / "gitdir").read_bytes()).strip())
+    alike = there.is_absolute() and there.parts[-3:] == link.parts[-3:]
+    return entry if alike and not there.exists() else None
 
 
 def _restore(entry: Mapping[str, Any]) -> list[str]:

@@ -77,7 +77,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """What a chain spec asks beyond the samples of its tier."""
+    """What a chain spec asks beyond the samples of its tier. `generated`: 0 is all tokens behind a prompt."""
 
     tier: Tier
     cells: tuple[str, ...]
@@ -86,6 +86,7 @@ class Chain:
     page_size: int
     decode: tuple[Decode, ...]
     edges: tuple[int, ...]
+    generated: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +180,7 @@ def _chain(data: Mapping[str, Any], tiers: Sequence[Tier], samples: Mapping[str,
         page_size=data.get("page_size", 16),
         decode=decode,
         edges=tuple(data.get("edges", ())),
+        generated=data.get("generated", 0),
     )
 
 

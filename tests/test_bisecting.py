@@ -204,7 +204,7 @@ def test_added_base_runs_stay_for_the_commits_to_come(project, tmp_path, monkeyp
     done = dataclasses.replace(done, out=" ".join(done.out.split()))
     assert done.code == 3, done.out
     assert "stopped at" in done.out and "grey 1, which is INVESTIGATE, loss: " in done.out, done.out
-    assert "the turn lies in the 2 commits up to" in done.out and "envelope, 4 base runs" in done.out
+    assert "the turn lies in the 2 commits up to" in done.out and "the floor, of 4 base runs" in done.out
     assert starts(tmp_path) == 2 + 1 + 1 + 3, "two base runs, the bad end, a midpoint, another with two base runs more"
     assert {arm["name"] for arm in runs.load(run_folder() / "plan.json")["arms"]} == {f"base{n}" for n in range(4)} | {
         "feat0"

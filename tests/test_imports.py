@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlspec"
 ROWS = (
-    {"errors", "model", "escapes", "interrupts", "printed", "workloads", "wire", "slurm"},
-    {"git", "progress", "failure", "shapes", "compare", "logprob_lines", "layouts"},
+    {"errors", "model", "mounts", "escapes", "interrupts", "printed", "workloads", "wire", "slurm"},
+    {"git", "locks", "nvcc", "progress", "failure", "shapes", "compare", "logprob_lines", "layouts"},
     {"changes", "journal", "output", "formats", "columns", "joining", "student", "logprobs", "nodes", "chains"},
     {"checkout", "child", "json_formats", "pairing", "fallbacks", "measurements", "recordings"},
     {"trainer_formats"},
@@ -22,9 +22,9 @@ ROWS = (
     {"schema", "trainers", "engines", "token_files"},
     {"catalog", "records"},
     {"contract", "plan", "machine", "verdicts", "runs"},
-    {"logs", "envelope", "timing", "dlogp"},
-    {"drift_findings", "drift_evidence", "chain_verdicts"},
-    {"drift"},
+    {"logs", "envelope", "timing", "dlogp", "chain_asked"},
+    {"drift_findings", "drift_evidence", "chain_places", "chain_truth"},
+    {"drift", "chain_verdicts"},
     {"checks.common"},
     {"checks.training"},
     {"checks.training_rules"},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlspec import journal
+from rlspec import journal, repository
 from rlspec.changes import changes
 from rlspec.errors import RunError, SpecError
 from rlspec.journal import lock
@@ -37,9 +37,30 @@ def test_lock_dies_with_its_process(repo: Path) -> None:
         child.kill()
         child.wait()
     stale = repo / ".git" / "rlspec" / "lock"
-    stale.write_text(stale.read_text() + " " * 999 + "}")
+    assert json.loads(stale.read_text())["pid"] == child.pid
     with lock(repo):
         assert json.loads(stale.read_text())["pid"] == os.getpid()
+    assert list(stale.parent.iterdir()) == []
+
+
+def test_a_journal_of_another_mount_has_the_paths_of_this_one(repo: Path) -> None:
+    file = journal.place(repo)
+    journal.write(file, {"top": str(repo), "worktrees": [f"{repo}/workspace/a", "/elsewhere/b"], "keep": ["a"]})
+    moved = repo.parent / "mounted" / "elsewhere"
+    moved.parent.mkdir()
+    repo.rename(moved)
+    found = journal.read(journal.place(moved))
+    assert (found["top"], found["keep"]) == (str(moved), ["a"])
+    assert found["worktrees"] == [f"{moved}/workspace/a", "/elsewhere/b"]
+    assert journal.is_mine(journal.place(moved))
+
+
+def test_a_journal_that_another_process_wrote_is_not_undone_at_our_end(repo: Path, folder: Path) -> None:
+    """Whoever took our lock from us has repaired, and goes on in the same trees."""
+    with repository.isolation(repo, "worktree", [git(repo, "rev-parse", "main")], folder):
+        entry = json.loads(journal.place(repo).read_text())
+        journal.place(repo).write_text(json.dumps({**entry, "host": "another"}))
+    assert journal.place(repo).exists() and len(list(folder.iterdir())) == 1
 
 
 def test_a_journal_that_cannot_be_read_names_the_way_out(repo: Path) -> None:

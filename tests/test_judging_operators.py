@@ -133,7 +133,7 @@ def test_one_row_less(elsewhere, given):
 def test_one_number_or_digest_edited(elsewhere, given, key):
     line = next(one for one in lines(given, "det_gemm") if one.get("differing"))
     line[key] = 0 if key == "differing" else {"differing_elements": 1e9} if key == "limits" else "0"
-    assert "does not have the seal beside it" in refused(given)
+    assert "its seal is not that of" in refused(given)
 
 
 def test_one_error_edited(elsewhere, given):
@@ -210,7 +210,22 @@ def test_a_report_without_what_its_verdicts_rest_on(elsewhere, given, key):
 
 
 def test_a_report_of_another_kind(elsewhere, given):
-    assert "not all that their verdicts are derived from" in refused({**given, "kind": "correctness"})
+    assert "does not hold all that its verdicts are derived from" in refused({**given, "kind": "correctness"})
+
+
+def test_measurements_that_are_taken_out_are_missed(elsewhere, given):
+    given["measured"] = {}
+    assert "does not hold all that its verdicts are derived from" in refused(given)
+
+
+def test_a_report_that_does_not_agree_with_itself_is_not_printed(elsewhere, given):
+    for edit in ({"outcome": "PASS"}, {"verdicts": [{**one, "status": "PASS"} for one in given["verdicts"]]}):
+        Path("report.json").write_text(json.dumps({**given, **edit}))
+        done = rlspec("report", "report.json")
+        assert done.code == 4 and "is not that of its verdicts" in done.err, done
+    next(iter(given["measured"].values()))["cells"].pop()
+    Path("report.json").write_text(json.dumps(given))
+    assert "its seal is not that of" in rlspec("report", "report.json").err
 
 
 def test_edited_verdicts_do_not_last(elsewhere, given):

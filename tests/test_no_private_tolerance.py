@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 HARNESS = (
     *("rlspec/nodes.py", "rlspec/cells.py", "rlspec/layouts.py", "rlspec/workloads.py", "rlspec/checks/operators.py"),
     *("rlspec/chains.py", "rlspec/chain_verdicts.py", "rlspec/checks/chain.py"),
+    *("rlspec/chain_asked.py", "rlspec/chain_places.py", "rlspec/chain_truth.py"),
     *(
         f"rlspec/device/{name}.py"
         for name in (
@@ -22,7 +23,7 @@ HARNESS = (
             "fills",
             "chain_harness",
             "chain_trace",
-            "chain_inference",
+            *("chain_inference", "chain_lines", "chain_session", "chain_stateful", "chain_training"),
         )
     ),
 )

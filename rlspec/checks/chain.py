@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlspec import catalog, chain_verdicts, chains, dlogp, machine, nodes, plan, schema, workloads
-from rlspec.chain_verdicts import Asked
+from rlspec.chain_asked import PARITY, Asked
 from rlspec.checks import common, operators
 from rlspec.contract import Contract
 from rlspec.document import escape, read
@@ -71,7 +71,7 @@ def weights(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
 def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     yield from common.contract_rows(document, data, subjects=(chains.SUBJECT,))
     judgments = data.get("judgments", chains.JUDGMENTS)
-    if chain_verdicts.PARITY in judgments:
+    if PARITY in judgments:
         yield from common.contract_rows(document, {**data, "judgments": list(dlogp.STANDARD)})
     if "kv_cache" in judgments:
         yield from common.contract_rows(document, {**data, "judgments": ["forward_accuracy"]}, subjects=("attention",))

@@ -234,8 +234,11 @@ def _defaults(engine: str) -> dict[str, Any]:
 
 def _device(data: dict[str, Any], arm: dict[str, Any]) -> str:
     usual = data.get("requires", {}).get("device", "cpu")
-    devices = ENGINES[arm["engine"]].devices
-    return str(arm.get("settings", {}).get("device") or (usual if usual in devices else devices[0]))
+    devices, settings = ENGINES[arm["engine"]].devices, arm.get("settings", {})
+    chosen = settings.get("implementation")
+    if not set(nodes.OWN_KERNELS).isdisjoint(chosen.values() if isinstance(chosen, dict) else [chosen]):
+        devices = ("cuda",)
+    return str(settings.get("device") or (usual if usual in devices else devices[0]))
 
 
 def _requires(document: Document) -> dict[str, Any]:

@@ -175,6 +175,9 @@ class Engine:
         wanted: Mapping[int, Sequence[int]],
         store: bool,
     ) -> None:
+        kept = store and node.layer is not None and node.name in (QUERY, ATTENTION, KEYS, VALUES)
+        if walk.trace is None and not kept and node.name != LOGITS:
+            return
         parts, placed, row = [], [], 0
         for span, run in zip(spans, runs, strict=True):
             part = grid[span.row, span.start : span.start + span.length]
@@ -185,9 +188,9 @@ class Engine:
                 for position in wanted.get(run.sample, ()):
                     if run.position <= position < run.position + span.length:
                         walk.logits[run.sample, position] = part[position - run.position].clone()
-            if store and node.layer is not None and node.name in (KEYS, VALUES):
+            if kept and node.name in (KEYS, VALUES):
                 walk.written.setdefault((node.layer, run.sample, node.name), []).append(part.clone())
-            if store and node.layer is not None and node.name in (QUERY, ATTENTION):
+            elif kept:
                 walk.last[node.layer, run.sample, node.name] = part[-1].clone()
         if walk.trace is not None:
             walk.trace.add(Key(node.layer, node.name, node.operator), placed, torch.cat(parts))

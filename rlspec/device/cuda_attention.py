@@ -1,7 +1,7 @@
 """Attention on Hopper through csrc/attention.cu: the functions of `rlspec.kernels.attention`, by name and signature.
 
 The key blocks, the splits, the sums of rows and each rounding are those of the Triton kernel, whose header says what is
-promised; the bits are the same. Widths 64 and 128, bf16 and fp16: the rest is a ValueError here, and is computed there.
+promised; the bits are the same. Not here but there, and a ValueError: fp32, width 256, pages of less than 8 tokens.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from rlspec.device import native
 
 KEYS = 64  # keys a block, part of the contract
-WIDTHS = (64, 128)
+WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
-BUSY = 128  # with fewer blocks of threads than this, the splits of a row go to blocks of their own
+BUSY = 128  # with fewer tiles than this (in decode: 16 times as many), the splits of a row are tiles of their own
 
 
 class Schedule(NamedTuple):
@@ -121,7 +121,6 @@ def _forward(
     *,
     schedule: Schedule = SCHEDULE,
     split: bool | None = None,
-    variant: int = 0,
 ) -> tuple[Tensor, Tensor]:
     # `split` is for tests and benchmarks: it may not show in the bits
     query = _aligned(query)
@@ -134,7 +133,8 @@ def _forward(
     _check_cuda(query)
     splits = schedule.count(max_key)
     if split is None:
-        split = splits > 1 and _blocks(max_query, group, kv_heads * len(segments)) < BUSY
+        tiles = kv_heads * len(segments) * -(-max_query // (128 // group))
+        split = splits > 1 and tiles < (16 * BUSY if max_query * group <= 64 else BUSY)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty((rows, queries, heads), dtype=torch.float32, device=query.device)
     part = lse.new_empty((splits, *query.shape)) if split else None
@@ -146,7 +146,7 @@ def _forward(
         *(query, key, value, segments, cache.pages, None if sinks is None else sinks.contiguous()),
         *(out, lse, taken, part, part_m, part_mass, query.dtype, width, rows, queries, *key.shape[:2], kv_heads, group),
         *(*_strides(query), *_strides(key), *_strides(value), len(segments), max_query, splits, listed, cache.page),
-        *(window or 0, *schedule, variant, scale * math.log2(math.e)),
+        *(window or 0, *schedule, scale * math.log2(math.e)),
     )
     return out, lse
 
@@ -235,11 +235,6 @@ def attention(
     if sinks is not None and sinks.requires_grad and torch.is_grad_enabled():
         raise ValueError("sinks have no gradient here: detach them")
     return _Attention.apply(query, key, value, segments, scale, max_query, max_key, sinks, window)
-
-
-def _blocks(max_query: int, group: int, samples: int) -> int:
-    span = 128 // group
-    return samples * -(-max_query // span)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scale: float, window: int | None) -> None:

@@ -9,6 +9,7 @@ start at multiples of 16 bytes; products of other shapes, and of fp32, go throug
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,115 +24,60 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Tile(NamedTuple):
-    """An entry of the table in csrc/det_gemm.cu: its number there, rows × columns of the result a block.
+    """An entry of the table in csrc/det_gemm.cu, by its number there: rows × columns of the result a block.
 
-    `here`: stored from registers, so the result's rows may begin anywhere.
+    `here`: stored from registers, so that the rows of the result may begin anywhere. `along`: built for the data
+    gradient too, where the reduced index runs along the rows of the weight.
     """
 
     number: int
     rows: int
     columns: int
     here: bool = False
+    along: bool = True
+
+    @property
+    def pace(self) -> int:
+        """Clocks for 64 of the reduced index: what the slowest of three parts of a multiprocessor needs.
+
+        The matrix unit makes 2048 products a clock; shared memory, written once and read by each 64 rows, moves 128
+        bytes, the way from the cache 64. Orders the tiles as measured on an H200.
+        """
+        loaded = 128 * (self.rows + self.columns)
+        read = self.rows // 64 * 128 * (64 + self.columns)
+        return max(64 * self.rows * self.columns // 2048, (loaded + read) // 128, loaded // 64)
 
 
-# `16` and `32`: of the 64 rows of the matrix unit only so many are loaded and stored. `pair`: clusters of two blocks.
-TILES = {
-    "64x32, 16": Tile(0, 16, 32, True),
-    "64x48, 16": Tile(1, 16, 48, True),
-    "64x192, 16": Tile(2, 16, 192, True),
-    "64x32, 32": Tile(3, 32, 32, True),
-    "64x48, 32": Tile(4, 32, 48, True),
-    "64x192, 32": Tile(5, 32, 192, True),
-    "16x64, swapped": Tile(6, 16, 64, True),
-    "64x32, pair": Tile(7, 64, 32, True),
-    "64x64": Tile(8, 64, 64),
-    "64x64, pair": Tile(9, 64, 64),
-    "64x96, pair": Tile(10, 64, 96, True),
-    "64x192, pair": Tile(11, 64, 192),
-    "64x128, pair": Tile(12, 64, 128),
-    "128x192": Tile(13, 128, 192),
-    "128x192, pair": Tile(14, 128, 192),
-    "128x128, pair": Tile(15, 128, 128),
-    "128x256": Tile(16, 128, 256),
-    "128x256, pair": Tile(17, 128, 256),
-    "256x192": Tile(18, 256, 192),
-    "256x192, pair": Tile(19, 256, 192),
-    "256x128": Tile(20, 256, 128),
-    "64x192": Tile(21, 64, 192),
-    "64x128": Tile(22, 64, 128),
-    "64x96": Tile(23, 64, 96, True),
-    "128x96": Tile(24, 128, 96, True),
-    "128x96, pair": Tile(25, 128, 96, True),
-    "128x96, across": Tile(26, 128, 96, True),
-    "128x48, across": Tile(27, 128, 48, True),
-    "64x96, across": Tile(28, 64, 96, True),
-    "128x64": Tile(29, 128, 64),
-    "128x128": Tile(30, 128, 128),
-}
-# Only bf16 has them all.
-FP16 = ("64x32, 16", "64x64", "128x256")
-ALONG = ("64x64", "64x128, pair", "128x128, pair", "128x256", "128x256, pair", "256x192", "256x128", "64x128", "128x128")
-ALONG_FP16 = ("64x64", "128x256")
-
-# By the largest number of rows that they serve, for the layers of `_family`.
-SERVES: dict[str, tuple[tuple[float, str], ...]] = {
-    "square": (
-        (16, "64x32, 16"),
-        (32, "64x32, 32"),
-        (64, "64x32, pair"),
-        (128, "64x64, pair"),
-        (256, "64x128, pair"),
-        (512, "128x128, pair"),
-        (float("inf"), "128x256, pair"),
-    ),
-    "wider": (
-        (16, "64x48, 16"),
-        (32, "64x48, 32"),
-        (64, "64x64"),
-        (128, "64x96, pair"),
-        (256, "64x192, pair"),
-        (512, "128x192, pair"),
-        (float("inf"), "256x192"),
-    ),
-    "wide": (
-        (16, "64x192, 16"),
-        (32, "64x192, 32"),
-        (128, "128x192"),
-        (256, "128x192, pair"),
-        (512, "128x256, pair"),
-        (float("inf"), "256x192"),
-    ),
-    "vocabulary": (
-        (16, "64x192, 16"),
-        (32, "64x192, 32"),
-        (128, "128x192"),
-        (256, "128x256, pair"),
-        (float("inf"), "256x192"),
-    ),
-    "data gradient": (
-        (64, "64x64"),
-        (256, "64x128, pair"),
-        (512, "128x128, pair"),
-        (float("inf"), "128x256"),
-    ),
-    "fp16": ((16, "64x32, 16"), (64, "64x64"), (float("inf"), "128x256")),
-    "data gradient, fp16": ((64, "64x64"), (float("inf"), "128x256")),
-}
+# For few rows: 64 columns a block, which the matrix unit takes as its rows.
+FEW = (Tile(0, 16, 64, here=True, along=False), Tile(1, 32, 64, here=True, along=False))
+# For more: of those that end soonest the first is taken.
+MANY = (
+    Tile(9, 256, 192),
+    Tile(8, 128, 256),
+    Tile(7, 128, 192),
+    Tile(6, 128, 128),
+    Tile(5, 64, 192),
+    Tile(4, 64, 128),
+    Tile(3, 64, 96, here=True, along=False),
+    Tile(2, 64, 64),
+)
 
 
-def _family(columns: int, width: int, dtype: torch.dtype) -> str:
-    """Of the weight [columns, width]: the measured layer that it resembles."""
-    if dtype == torch.float16:
-        return "fp16"
-    if columns >= 65536:
-        return "vocabulary"
-    if columns >= 16384:
-        return "wide"
-    return "wider" if columns > 5120 else "square"
+@functools.lru_cache(maxsize=4096)
+def _tile(rows: int, columns: int, processors: int, along: bool = False) -> Tile:
+    """For a result [rows, columns]. Bits do not depend on the tile, so it is chosen for speed."""
+    if rows <= FEW[-1].rows and not along:
+        return next(tile for tile in FEW if rows <= tile.rows)
+
+    def clocks(tile: Tile) -> int:
+        tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
+        return -(-tiles // processors) * tile.pace
+
+    return min((tile for tile in MANY if tile.along or not along), key=clocks)
 
 
-def _tile(family: str, rows: int) -> Tile:
-    return TILES[next(name for most, name in SERVES[family] if rows <= most)]
+def _processors(x: Tensor) -> int:
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 # ---- launches ----
@@ -151,13 +97,31 @@ def _plain_product(a: Tensor, b: Tensor, out: Tensor, resume: bool = False) -> N
     native.load("det_gemm").call("det_gemm_plain", a, b, out, a.dtype, out.dtype, *sizes, resume)
 
 
+class Placed(NamedTuple):
+    """Blocks of 16 rows of dy and x: where each starts, or -1 for those that are at their place in the copies."""
+
+    starts: Tensor
+    dy: Tensor
+    x: Tensor
+
+
+def _placed(dy: Tensor, x: Tensor, blocks: Tensor) -> Placed:
+    """Of a table on the device: blocks whose rows lie together stay, others are copied."""
+    count = blocks.shape[0]
+    starts = torch.empty(-(-count // 4) * 4, dtype=torch.int32, device=x.device)
+    copies = [torch.empty((count * GROUP, one.shape[1]), dtype=one.dtype, device=one.device) for one in (dy, x)]
+    sizes = (count, x.shape[0], dy.shape[1], x.shape[1], dy.stride(0), x.stride(0))
+    native.load("det_gemm").call("det_gemm_place_blocks", blocks, dy, x, starts, *copies, x.dtype, *sizes)
+    return Placed(starts, *copies)
+
+
 def _resumed_product(
-    a: Tensor, b: Tensor, out: Tensor, across: bool, resume: bool, blocks: Tensor | None = None
+    a: Tensor, b: Tensor, out: Tensor, across: bool, resume: bool, placed: Placed | None = None
 ) -> None:
-    """out [M, N] (+)= a · b [K, N]; a is [K, M] if `across`, else [M, K]. `blocks`: the rows of a and b, else all."""
-    reduced = b.shape[0] if blocks is None else blocks.numel()
+    """out [M, N] (+)= a · b [K, N]; a is [K, M] if `across`, else [M, K]. `placed`: which rows of a and b, else all."""
+    reduced = b.shape[0] if placed is None else placed.x.shape[0]
     sizes = (*out.shape, reduced, b.shape[0], a.stride(0), b.stride(0), across, resume)
-    native.load("det_gemm").call("det_gemm_resumed", a, b, out, blocks, a.dtype, out.dtype, *sizes)
+    native.load("det_gemm").call("det_gemm_resumed", a, b, out, *(placed or (None,) * 3), a.dtype, out.dtype, *sizes)
 
 
 def _suits(tensor: Tensor) -> bool:
@@ -172,9 +136,9 @@ def _through_tma(*tensors: Tensor) -> bool:
 
 
 def _forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
-    (rows, width), columns = x.shape, weight.shape[0]
+    rows, columns = x.shape[0], weight.shape[0]
     out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
-    tile = _tile(_family(columns, width, x.dtype), rows)
+    tile = _tile(rows, columns, _processors(x))
     if _through_tma(x, weight) and (tile.here or _suits(out)):
         _product(x, weight, out, tile)
     else:
@@ -185,8 +149,7 @@ def _forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
 def _data_gradient(dy: Tensor, weight: Tensor) -> Tensor:
     dx = torch.empty((dy.shape[0], weight.shape[1]), dtype=weight.dtype, device=dy.device)
     if _through_tma(dy, weight, dx):
-        family = "data gradient, fp16" if dy.dtype == torch.float16 else "data gradient"
-        _product(dy, weight, dx, _tile(family, dy.shape[0]), along=True)
+        _product(dy, weight, dx, _tile(*dx.shape, _processors(dy), along=True), along=True)
     else:
         _plain_product(dy, weight.t(), dx)
     return dx
@@ -200,7 +163,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, out: Tensor, resume: bool) -> None:
 
 
 def _foldable(dy: Tensor, x: Tensor) -> bool:
-    return _through_tma(dy, x) and x.shape[1] % 4 == 0
+    return _through_tma(dy, x) and x.shape[1] % 2 == 0
 
 
 # ---- det_gemm ----
@@ -256,8 +219,9 @@ def fold(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor | None = Non
 
     Without `blocks` all rows are added where they lie, in their order, the last block filled up with zero rows.
     `blocks` may be a CPU tensor: it is checked, and rows that follow one another, with -1 only at the very end, need no
-    table. On the device the host does not look at the table: rows are read where it says, without a copy, and one that
-    does not exist makes the accumulator NaN. A graph can capture all of these but a CPU table of scattered rows.
+    table. On the device the host does not look at the table: blocks of rows that lie together are read where they are,
+    others copied first, and a row that does not exist makes the accumulator NaN. A graph can capture all of these but a
+    CPU table of scattered rows.
     Raises ValueError for other shapes, dtypes, devices, an empty table, and rows out of range in a CPU table.
     """
     _check_operands(x, dy, "x", "dy")
@@ -280,10 +244,10 @@ def fold(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor | None = Non
         return
     on_host = blocks.device.type == "cpu"
     blocks = blocks.pin_memory().to(x.device, non_blocking=True) if on_host else blocks.contiguous()
-    if _foldable(dy, x):
-        _resumed_product(dy, x, accumulator, across=True, resume=True, blocks=blocks)
+    if _foldable(dy, x) and dy.shape[1] % 8 == x.shape[1] % 8 == 0:
+        _resumed_product(dy, x, accumulator, across=True, resume=True, placed=_placed(dy, x, blocks))
     else:
-        _plain_product(_gathered(dy, blocks).t(), _gathered(x, blocks).t(), accumulator, resume=True)
+        _weight_gradient(_gathered(dy, blocks), _gathered(x, blocks), accumulator, resume=True)
 
 
 def _straight(blocks: Tensor) -> slice | None:
@@ -399,7 +363,7 @@ def _head_gradients(
 
 def _resumed(a: Tensor, b: Tensor, out: Tensor, across: bool, resume: bool) -> None:
     """out [M, N] (+)= a · b [K, N]; a is [K, M] if `across`, else [M, K]."""
-    if out.shape[1] % 4 == 0:
+    if out.shape[1] % 2 == 0:
         _resumed_product(a, b, out, across, resume)
     else:
         _plain_product(a.t() if across else a, b.t(), out, resume)

@@ -32,6 +32,8 @@ The callable of an operator may carry attributes, each of which promises somethi
     weight_gradient(weight, **options) -> rlspec.device.gradients.WeightGradient: the operator owns the sum of its
         weight's gradient over calls, in canonical order. Options: eps of the norms, `lengths` of the samples, what
         `router` was called with. What its `add` takes of routed rows: `rlspec.device.expert_gradients`.
+    statistics(probabilities [N, E], experts [N, k], pieces, *, together) -> (counts int64 [G, E], sums [G, E]), of
+        router: what load-balance losses by sequence, micro-batch and global batch need, see `reference`.
     forward(query, key, value, segments, *, scale) -> (out, lse fp32 [B, T, Hq], -inf on pads), of attention
     backward(query, key, value, out, lse, grad_out, segments, *, scale) -> (dq, dk, dv), of attention: run once a sample
         over whole sequences, on what `forward` gave, in whatever chunks; the bits are the same in every layout.
@@ -59,6 +61,7 @@ _MODULES: Mapping[str, str] = {
     "torch": "rlspec.device.torch_operators",
     "triton": "rlspec.device.triton_operators",
     "cuda": "rlspec.device.cuda_operators",
+    "fastest": "rlspec.device.fastest_operators",
 }
 _SAME = {"qk_norm": "rms_norm"}
 CATALOGUE: Mapping[str, Mapping[str, str]] = {

@@ -7,6 +7,8 @@ Signatures: `rlspec.device.operators`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -135,6 +137,25 @@ def router(
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return Routing(probabilities, weights, choice)
+
+
+def router_statistics(
+    probabilities: Tensor, experts: Tensor, pieces: Sequence[tuple[int, int]], *, together: bool
+) -> tuple[Tensor, Tensor]:
+    """What load-balance losses are made of: counts int64 [G, E] of choices, and summed scores [G, E].
+
+    `pieces`: first row and length of each sequence in canonical order; other rows are pads. A loss by sequence takes
+    G = n, one by micro-batch `together`, G = 1. One by global batch takes the latter and adds up the counts of all
+    micro-batches and ranks.
+    """
+    count = probabilities.shape[1]
+    rows = [slice(first, first + length) for first, length in pieces]
+    counts = torch.stack([experts[here].flatten().bincount(minlength=count) for here in rows])
+    sums = torch.stack([probabilities[here].sum(0) for here in rows])
+    return (counts.sum(0, keepdim=True), sums.sum(0, keepdim=True)) if together else (counts, sums)
+
+
+router.statistics = router_statistics  # type: ignore[attr-defined]
 
 
 def grouped_gemm(rows: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:

@@ -7,6 +7,8 @@ On CUDA, ids and targets are left to the assertions of its kernels (no host sync
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -122,6 +124,20 @@ def router(
     if normalise:
         weights = weights / weights.sum(-1, keepdim=True)
     return Routing(probabilities, weights, choice)
+
+
+def router_statistics(
+    probabilities: Tensor, experts: Tensor, pieces: Sequence[tuple[int, int]], *, together: bool
+) -> tuple[Tensor, Tensor]:
+    """As the reference: sums as torch makes them, counts by `torch.bincount`."""
+    count = probabilities.shape[1]
+    rows = [slice(first, first + length) for first, length in pieces]
+    counts = torch.stack([experts[here].flatten().bincount(minlength=count) for here in rows])
+    sums = torch.stack([probabilities[here].sum(0) for here in rows])
+    return (counts.sum(0, keepdim=True), sums.sum(0, keepdim=True)) if together else (counts, sums)
+
+
+router.statistics = router_statistics  # type: ignore[attr-defined]
 
 
 def grouped_gemm(rows: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:

@@ -30,29 +30,28 @@ from rlspec.kernels import router as _router
 from rlspec.kernels import silu as _silu
 from rlspec.kernels import swiglu as _swiglu
 
-OPERATORS = table(
-    Kernels(
-        backend="triton",
-        embedding=_embedding.embedding,
-        embedding_fold=_embedding.fold,
-        rms_norm=_rms_norm.rms_norm,
-        norm_fold=_rms_norm.fold,
-        rope=_rope.rope,
-        attention=_attention.attention,
-        attention_forward=_attention.forward,
-        attention_backward=_attention.backward,
-        det_gemm=_det_gemm.det_gemm,
-        lm_head=_det_gemm.lm_head,
-        matrix_fold=_det_gemm.fold,
-        silu=_silu.silu,
-        swiglu=_swiglu.swiglu,
-        residual_add=_residual_add.residual_add,
-        logprob=_logprob.logprob,
-        batch_invariant_logprob=_logprob.batch_invariant_logprob,
-        linear_logprob=_linear_logprob.linear_logprob,
-        head_fold=_linear_logprob.fold,
-    )
+KERNELS = Kernels(
+    backend="triton",
+    embedding=_embedding.embedding,
+    embedding_fold=_embedding.fold,
+    rms_norm=_rms_norm.rms_norm,
+    norm_fold=_rms_norm.fold,
+    rope=_rope.rope,
+    attention=_attention.attention,
+    attention_forward=_attention.forward,
+    attention_backward=_attention.backward,
+    det_gemm=_det_gemm.det_gemm,
+    lm_head=_det_gemm.lm_head,
+    matrix_fold=_det_gemm.fold,
+    silu=_silu.silu,
+    swiglu=_swiglu.swiglu,
+    residual_add=_residual_add.residual_add,
+    logprob=_logprob.logprob,
+    batch_invariant_logprob=_logprob.batch_invariant_logprob,
+    linear_logprob=_linear_logprob.linear_logprob,
+    head_fold=_linear_logprob.fold,
 )
+OPERATORS = table(KERNELS)
 
 embedding = OPERATORS["embedding"]
 rms_norm = OPERATORS["rms_norm"]

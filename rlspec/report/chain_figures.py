@@ -119,19 +119,30 @@ def _execution(evidence: Mapping[str, Any]) -> rows.Cells:
 
 
 def troubles(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[str]]]:
-    """(status, what, reason, more lines) of what is not green; configurations that part at one place together."""
+    """(status, what, reason, more lines) of what is not green, together where it parts at one place or has one reason.
+
+    Where the numbers of those together differ, the reason names the one that it is of.
+    """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for one in report["verdicts"]:
         if one["status"] not in ("PASS", "MEASURED", "N/A"):
             first = one["evidence"].get("first_divergence") or {}
-            at = (first.get("layer"), first.get("name"), first.get("phase")) if first else one["reason"]
-            groups.setdefault((one["status"], one["evidence"]["arm"], one["judgment"], at), []).append(one)
-    for (status, arm, judgment, _), found in groups.items():
+            place = (one["judgment"], *(first.get(name) for name in ("layer", "name", "phase")))
+            at = place if first else one["reason"]
+            groups.setdefault((one["status"], one["evidence"]["arm"], at), []).append(one)
+    for (status, arm, _), found in groups.items():
         names = [clean(one["evidence"]["configuration"]) for one in found]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        judgments = ", ".join(dict.fromkeys(clean(one["judgment"]) for one in found))
+        places = "" if "," in judgments else f" {', '.join(names[:NAMED])}{more}"
         category = clean(found[0]["evidence"].get("category", "")).replace("_", " ")
-        named = f"{clean(arm)} {clean(judgment)} {', '.join(names[:NAMED])}{more} ({category})"
-        yield status, named, clean(found[0]["reason"]), _more(found[0]["evidence"])
+        reason, alike = clean(found[0]["reason"]), len({one["reason"] for one in found}) == 1
+        yield (
+            status,
+            f"{clean(arm)} {judgments}{places} ({category})",
+            reason if alike else f"{names[0]}: {reason}",
+            _more(found[0]["evidence"]),
+        )
 
 
 def _more(evidence: Mapping[str, Any]) -> list[str]:

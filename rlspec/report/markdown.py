@@ -71,7 +71,7 @@ def _table(cells: Sequence[Mapping[str, str]], order: Sequence[str]) -> list[str
     if not shown:
         return []
     body = [[escape(row.get(name, rows.EMPTY)) for name in shown] for row in cells]
-    return list(map(_row, [shown, ["---"] * len(shown), *body]))
+    return list(map(_row, [map(escape, shown), ["---"] * len(shown), *body]))
 
 
 def _row(cells: Iterable[str]) -> str:

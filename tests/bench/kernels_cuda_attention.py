@@ -26,6 +26,8 @@ KINDS: tuple[tuple[int, int, int, torch.dtype, int | None, bool], ...] = (
     (6, 2, 128, torch.bfloat16, 200, True),
     (10, 2, 64, torch.bfloat16, None, False),
     (32, 1, 128, torch.float16, 70, False),
+    (4, 2, 16, torch.bfloat16, None, False),
+    (12, 4, 32, torch.float16, None, True),
 )
 BORDERS = (1, 2, 63, 64, 65, 511, 512, 513, 1000, 1024, 1025, 4095, 4096, 4097, 5119, 5120, 5121)
 LENGTH = 5300

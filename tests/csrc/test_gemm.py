@@ -19,8 +19,9 @@ from rlspec.kernels import linear_logprob as triton_head
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SOURCES = ("det_gemm", "linear_logprob")
-# Kernels without the warpgroup matrix unit: of any strides, and of rows of partial sums.
-OTHERS = ("5plain", "4join")
+# Kernels without the warpgroup matrix unit: of any strides, of tables of rows, and of rows of partial sums.
+OTHERS = ("5plain", "12place_blocks", "4join")
+TILES = (*cuda.FEW, *cuda.MANY)
 needs_nvcc = pytest.mark.skipif(nvcc.find() is None, reason="needs nvcc")
 
 
@@ -44,7 +45,7 @@ def test_nothing_spills_and_products_stay_in_flight(source: str) -> None:
 def test_products_run_on_the_warpgroup_matrix_unit(source: str) -> None:
     kernels = dict(_machine_code(source))
     matrix = {name: code for name, code in kernels.items() if not any(other in name for other in OTHERS)}
-    assert len(matrix) >= len(kernels) - len(OTHERS) * 3 and matrix
+    assert matrix and len(kernels) - len(matrix) == {"det_gemm": 4, "linear_logprob": 1}[source]
     assert not [name for name, code in matrix.items() if "HGMMA" not in code or "UTMALDG" not in code]
     # A first stage and a loop: the products of a stage do not wait for one another.
     assert not [name for name, code in matrix.items() if code.count("WARPGROUP.ARRIVE") > 2]
@@ -58,21 +59,31 @@ def _machine_code(source: str) -> Iterator[tuple[str, str]]:
         yield name, code
 
 
-def test_every_tile_that_a_table_names_is_built() -> None:
+def test_every_tile_of_the_table_is_built() -> None:
     kernels = (nvcc.SOURCES / "det_gemm.cu").read_text(encoding="utf-8")
-    for function, names in (
-        ("forward_bf16", tuple(cuda.TILES)),
-        ("forward_fp16", cuda.FP16),
-        ("along_bf16", cuda.ALONG),
-        ("along_fp16", cuda.ALONG_FP16),
+    for function, tiles in (("forward", TILES), ("along", [tile for tile in TILES if tile.along])):
+        body = kernels[kernels.index(f"cudaError_t {function}(int64_t tile") :].split("\n}\n")[0]
+        built = [
+            [part.strip(" )") for part in line.split("(")[1].split(",")]
+            for line in body.splitlines()
+            if "TILE(" in line
+        ]
+        assert sorted(int(words[0]) for words in built) == sorted(tile.number for tile in tiles), function
+        for number, swapped, *sizes in built:
+            tile = next(tile for tile in tiles if tile.number == int(number))
+            shape = (tile.rows, tile.columns)
+            assert tuple(map(int, sizes[:2])) == (shape[::-1] if swapped == "true" else shape), tile
+
+
+def test_the_tile_is_the_one_that_measures_best() -> None:
+    for rows, columns, wanted in (
+        *((1, 6144, (16, 64)), (16, 4096, (16, 64)), (32, 24576, (32, 64))),
+        *((64, 4096, (64, 64)), (128, 6144, (64, 96)), (256, 4096, (64, 128)), (256, 6144, (64, 192))),
+        *((512, 4096, (128, 128)), (512, 6144, (128, 192)), (1024, 4096, (128, 256)), (1024, 6144, (256, 192))),
+        *((4096, 4096, (128, 256)), (4096, 24576, (256, 192)), (4096, 151936, (256, 192))),
     ):
-        body = kernels[kernels.index(f"{function}(") :].split("\n}\n")[0]
-        numbers = {int(line.split("FORWARD(")[1].split(",")[0]) for line in body.splitlines() if "FORWARD(" in line}
-        assert numbers == {cuda.TILES[name].number for name in names}, function
-    for family, entries in cuda.SERVES.items():
-        allowed = {"fp16": cuda.FP16, "data gradient": cuda.ALONG, "data gradient, fp16": cuda.ALONG_FP16}
-        assert {name for _, name in entries} <= set(allowed.get(family, cuda.TILES)), family
-        assert [most for most, _ in entries] == sorted(most for most, _ in entries) and entries[-1][0] == float("inf")
+        assert cuda._tile(rows, columns, 132)[1:3] == wanted, (rows, columns)
+    assert cuda._tile(1, 4096, 132, along=True).along and cuda._tile(512, 12288, 132, along=True)[1:3] == (256, 192)
 
 
 # ---- what is refused ----
@@ -159,30 +170,30 @@ def error(value: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("width", [4096, 4104, 5000])
 @pytest.mark.parametrize("count", [1, 7, 33, 200])
 def test_every_tile_has_the_bits_of_triton(count: int, width: int, seed: int) -> None:
-    for dtype, names in ((BF16, tuple(cuda.TILES)), (FP16, cuda.FP16)):
+    for dtype in (BF16, FP16):
         x = draw(count, width, seed=seed, dtype=dtype, spread=2.0 * (seed == 2))
         weight = draw(416, width, seed=seed + 10, dtype=dtype, spread=2.0 * (seed == 2))
         wanted = torch.empty(count, 416, device="cuda")
         triton_gemm._plain_product(x, weight, wanted)(x.device)
         assert error(wanted, x.double() @ weight.double().t()) < 2e-5
-        for name in names:
+        for tile in TILES:
             for out_dtype in (dtype, FP32):
                 out = torch.full((count, 416), float("nan"), dtype=out_dtype, device="cuda")
-                cuda._product(x, weight, out, cuda.TILES[name])
-                assert same(out, wanted.to(out_dtype)), (name, dtype, out_dtype)
+                cuda._product(x, weight, out, tile)
+                assert same(out, wanted.to(out_dtype)), (tile, dtype, out_dtype)
 
 
 @gpu
 @pytest.mark.parametrize("count", [1, 37, 300])
 def test_every_tile_of_the_data_gradient_has_the_bits_of_triton(count: int) -> None:
-    for dtype, names in ((BF16, cuda.ALONG), (FP16, cuda.ALONG_FP16)):
+    for dtype in (BF16, FP16):
         dy, weight = draw(count, 1000, dtype=dtype), draw(1000, 416, seed=1, dtype=dtype)
         wanted = torch.empty(count, 416, dtype=dtype, device="cuda")
         triton_gemm._plain_product(dy, weight.t(), wanted)(dy.device)
-        for name in names:
+        for tile in (tile for tile in TILES if tile.along):
             out = torch.full_like(wanted, float("nan"))
-            cuda._product(dy, weight, out, cuda.TILES[name], along=True)
-            assert same(out, wanted), (name, dtype)
+            cuda._product(dy, weight, out, tile, along=True)
+            assert same(out, wanted), (tile, dtype)
 
 
 @gpu

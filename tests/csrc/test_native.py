@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import fcntl
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ if [ "$1" = --version ]; then cat "{folder}/version"; exit 0; fi
 for word; do [ "$before" = -o ] && out=$word; before=$word; source=$word; done
 echo "$source" >> "{folder}/calls"
 if grep -q broken "$source"; then echo "$source(1): error: identifier \\"broken\\" is undefined" >&2; exit 2; fi
+if grep -q gated "$source"; then cat "{folder}/gate" > /dev/null; fi
 head -c 10 "$source" > "$out"
 if grep -q killed "$source"; then kill -9 $$; fi
 cp "$source" "$out"
@@ -140,6 +142,18 @@ def test_two_processes_build_at_once(shop: Workshop) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(run, range(4)))) == 1
     assert shop.calls == 1
+
+
+def test_a_build_holds_the_lock(shop: Workshop) -> None:
+    shop.write("one.cu", "gated: the compiler waits for the other end of a pipe\n")
+    os.mkfifo(shop.folder / "gate")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        made = pool.submit(nvcc.build, "one")
+        with (shop.folder / "gate").open("w"):  # opens when the compiler runs
+            (lock,) = nvcc.cache().glob("*.lock")
+            with lock.open("w") as file, pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert made.result().path.exists()
 
 
 def test_without_a_compiler_it_is_blocked(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:

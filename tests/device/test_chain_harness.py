@@ -10,7 +10,7 @@ import torch
 
 from rlspec import catalog, chain_records, contract
 from rlspec.checks import chain
-from rlspec.device import chain_bench, chain_faults, chain_harness, weights
+from rlspec.device import chain_bench, chain_faults, chain_harness, chain_training, weights
 from rlspec.device.architecture import read
 from rlspec.device.decoder import Decoder
 from rlspec.device.operators import Operators
@@ -166,7 +166,7 @@ def test_triton_kernels_keep_every_bit_of_a_small_chain(tmp_path):
 
 def test_without_room_for_other_gradients_digests_tell_cells_apart(tmp_path, monkeypatch):
     """What fits nowhere is run again: errors of a cell that differs, which its digest alone shows."""
-    monkeypatch.setattr(chain_harness._Harness, "_resident", property(lambda self: False))
+    monkeypatch.setattr(chain_training.Cells, "_resident", property(lambda self: False))
     judgments = ["gradient_accuracy", "gradient_invariance"]
     asked = {"judgments": judgments, "cells": ["B1/full", "BN/packed"]}
     right = judged(run(bench(**asked), tmp_path), **asked)

@@ -13,6 +13,7 @@ from rlspec import nodes
 from rlspec.device import cuda_operators, triton_operators
 from rlspec.device.operators import CATALOGUE, Segment, Segments, resolve
 from rlspec.device.traced import traced
+from tests.kernels.interpreted import gpu
 
 DENSE = tuple(name for name in CATALOGUE if not nodes.NODES[name].experts)
 
@@ -118,3 +119,17 @@ def test_a_compiled_graph_has_the_bits_and_gradients_of_the_function() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*pairs, strict=True))
     # Outside of a graph it is the function itself, down to its autograd.
     assert ours(x, weight, factor=2.0).grad_fn.name() == scaled(x, weight, factor=2.0).grad_fn.name()
+
+
+@gpu
+def test_a_compiled_layer_has_the_bits_and_gradients_of_launches() -> None:
+    def layer(x: Tensor, weight: Tensor, up: Tensor) -> Tensor:
+        gate, other = cuda_operators.det_gemm(cuda_operators.rms_norm(x, weight, eps=1e-6), up).chunk(2, -1)
+        return cuda_operators.swiglu(gate, other)
+
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((2, 9, 128), (128,), (256, 128))]
+    leaves = [one.requires_grad_() for one in leaves]
+    found, plain = torch.compile(layer, backend="aot_eager", fullgraph=True)(*leaves), layer(*leaves)
+    assert torch.equal(found, plain)
+    pairs = (torch.autograd.grad(one.float().square().sum(), leaves) for one in (found, plain))
+    assert all(torch.equal(one, other) for one, other in zip(*pairs, strict=True))

@@ -192,12 +192,41 @@ def test_router(ops):
         assert close(routing.weights, chosen / chosen.sum(-1, keepdim=True) if normalise else chosen)
 
 
+def test_router_by_sigmoid(ops):
+    x, weight = normal(9, 4), normal(5, 4, seed=1)
+    scores = 1 / (1 + torch.exp(-(x @ weight.T)))
+    routing = route(ops, x, weight, scoring="sigmoid")
+    best = torch.tensor([sorted(range(5), key=lambda e, row=row: -row[e])[:2] for row in scores.tolist()])
+    chosen = scores.gather(-1, best)
+    assert torch.equal(routing.experts, best) and close(routing.probabilities, scores)
+    assert close(routing.weights, chosen / chosen.sum(-1, keepdim=True))
+    leaf = x.clone().requires_grad_()
+    again = route(ops, leaf, weight, scoring="sigmoid", normalise=False)
+    (gradient,) = torch.autograd.grad(again.weights.sum(), leaf)
+    slope = torch.zeros_like(scores).scatter(-1, best, 1.0) * scores * (1 - scores)
+    assert close(gradient, slope @ weight)
+    with pytest.raises(ValueError, match="unknown scoring 'relu'; known: softmax, sigmoid"):
+        route(ops, x, weight, scoring="relu")
+
+
 def test_router_takes_a_choice(ops):
     x, weight = normal(3, 4), normal(5, 4, seed=1)
     choice = torch.tensor([[0, 1], [4, 0], [2, 3]])
     routing = route(ops, x, weight, choice=choice, normalise=False)
     assert torch.equal(routing.experts, choice)
     assert close(routing.weights, routing.probabilities.gather(-1, choice))
+
+
+def test_statistics_of_a_router(ops):
+    scores = torch.softmax(normal(9, 4), -1).requires_grad_()
+    experts = torch.tensor([[0, 1], [1, 2], [3, 0], [3, 1], [0, 2], [0, 1], [0, 1], [2, 3], [1, 2]])
+    counts, sums = ops.router.statistics(scores, experts, [(5, 3), (0, 4)], together=False)
+    assert counts.tolist() == [[2, 2, 1, 1], [2, 3, 1, 2]]
+    assert close(sums, torch.stack((scores[5:8].sum(0), scores[:4].sum(0))))
+    (gradient,) = torch.autograd.grad(sums[0, 2], scores)
+    assert gradient.nonzero().tolist() == [[5, 2], [6, 2], [7, 2]] and gradient.sum() == 3
+    both, one = ops.router.statistics(scores, experts, [(5, 3), (0, 4)], together=True)
+    assert both.tolist() == [[4, 5, 2, 3]] and close(one, sums.sum(0, keepdim=True))
 
 
 def test_router_of_equal_scores_takes_the_lower_expert_first():

@@ -182,7 +182,7 @@ def test_the_weight_gradient_and_the_rest_compile_without_spills() -> None:
     x, offsets, total = torch.empty(256, 512, dtype=BF16), torch.empty(5, dtype=torch.int64), torch.empty(4, 512, 512)
     carried = torch.empty(4, dtype=torch.int32)
     with hopper():
-        assert warm(grouped._weight_product(x, x, total, offsets, carried, 1, True, grouped.RESUMED_TILE)) == 0
+        assert warm(grouped._weight_product(x, x, total, offsets, carried, 1, True, grouped.FOLD_TILE)) == 0
         assert warm(grouped._weight_product(x, x, total.to(BF16), offsets, carried, 0, False, grouped.FOLD_TILE)) == 0
         assert warm(grouped._gather_launch(x, offsets, offsets, carried, x)) == 0
         assert warm(grouped._table(256, offsets, grouped.PLAIN)[1]) == 0

@@ -55,6 +55,22 @@ def test_configurations_that_part_at_one_place_stand_together():
     assert (row["status"], row["of"], row["largest"]) == ("FAIL", "2 of 7", "4 differing")
 
 
+def test_numbers_of_one_of_several_name_it():
+    found = spoilt()
+    line(found, "forward_invariance", "BN/packed").update(differing=5)
+    ((_, named, reason, _),) = chain_figures.troubles(report(a=found))
+    assert "B1/full, BN/packed" in named and reason.startswith("B1/full: logprob: 2 of 11")
+
+
+def test_one_reason_for_all_judgments_is_said_once():
+    made = report(a=measured())
+    for one in made["verdicts"]:
+        one.update(status="ERROR", reason="arm a: it fell over")
+    ((status, named, reason, _),) = chain_figures.troubles(made)
+    assert (status, reason) == ("ERROR", "arm a: it fell over")
+    assert named.startswith("a forward_accuracy, forward_invariance, ") and "BN/packed" not in named
+
+
 @pytest.mark.parametrize("render", [lambda made: terminal.render(made, width=80, color=False), markdown.render])
 def test_every_format_names_the_place(render):
     text = " ".join(render(report(a=spoilt())).replace("&#95;", "_").split())

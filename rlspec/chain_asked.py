@@ -1,0 +1,64 @@
+"""What one arm of a chain spec is held against, and where in its records a thing stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlspec import chains
+from rlspec.chains import Cell, Sizes
+from rlspec.model import Row
+from rlspec.workloads import Chain
+
+PARITY = "train_inference_parity"
+Lines = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What one arm is held against. `resolve(judgment, subject)` gives a row of the contract."""
+
+    chain: Chain
+    cells: tuple[Cell, ...]
+    sizes: Sizes
+    judgments: tuple[str, ...]
+    implementation: str | Mapping[str, str] | None
+    weights: Mapping[str, Any]
+    profile: str
+    dtype: str
+    device: str | None
+    fault: str | None
+    resolve: Callable[[str, str], Row]
+
+    def row(self, judgment: str) -> Row:
+        """The row of a judgment. Of accuracy: that of a whole model; an absolute one with pinned weights alone."""
+        if judgment not in chains.ACCURACY:
+            return self.resolve(judgment, "logprob" if judgment.startswith("forward") else "reduction")
+        if self.weights["source"] != "seeded":
+            own = self.resolve(judgment, "logprob" if judgment.startswith("forward") else "reduction")
+            if "atol" in own.limits:
+                return own
+        return self.resolve(judgment, chains.SUBJECT)
+
+    def limits(self, judgment: str) -> Mapping[str, float]:
+        """Of what is measured as an error: those of accuracy, and of attention through a cache."""
+        row = self.resolve("forward_accuracy", "attention") if judgment == "kv_cache" else self.row(judgment)
+        return dict(row.limits)
+
+
+def trace_of(measured: Mapping[str, Any], judgment: str, name: str) -> Mapping[str, Any] | None:
+    """Where a configuration parts from what it is compared with."""
+    found = (one for one in measured["traces"] if (one["judgment"], one["configuration"]) == (judgment, name))
+    return next(found, None)
+
+
+def has(measured: Mapping[str, Any], *names: str) -> bool:
+    """Whether there are log-probs of these executions."""
+    return set(names) <= {line["execution"] for line in measured["logprobs"]}
+
+
+def values_of(measured: Mapping[str, Any], name: str) -> list[float] | None:
+    """The log-probs of an execution."""
+    line = next((one for one in measured["logprobs"] if one["execution"] == name), None)
+    return None if line is None else [float(value) for value in line["values"]]

@@ -1,0 +1,201 @@
+"""Are the records of a chain the whole truth: of what was asked for, without a gap, agreeing with each other?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlspec import chains, fallbacks, measurements, nodes
+from rlspec.cells import Finding
+from rlspec.chain_asked import PARITY, Asked, Lines
+from rlspec.chains import ONLY_GRADIENTS, REFERENCE, Cell, Expected
+from rlspec.layouts import CANONICAL
+
+Key = tuple[str, str, str, str]
+
+
+def ended(measured: Mapping[str, Any], asked: Asked) -> Finding | None:
+    """Why nothing of the arm can be judged, or None."""
+    run = measured["run"]
+    if run["blocked"]:
+        return Finding(category="blocked_hardware", reason=run["blocked"])
+    for phase in measured["phases"]:
+        if phase["name"] == "weights" and phase["error"]:
+            tail = list(phase["error"]["tail"])
+            return Finding(category="raised", reason=phase["error"]["message"], evidence={"tail": tail})
+    if strange := _strange(measured, asked):
+        return Finding(category="red_provenance", reason=strange)
+    known = {cell.name: cell.digest for cell in asked.cells}
+    if run["cells"] != known:
+        return Finding(category="broken", reason="the cells are not those of the workload")
+    if run["parameters"] != len(asked.sizes.parameters):
+        reason = f"{run['parameters']} parameters, the model has {len(asked.sizes.parameters)}"
+        return Finding(category="broken", reason=reason)
+    return None
+
+
+def _strange(measured: Mapping[str, Any], asked: Asked) -> str | None:
+    """Why what ran is not what the spec asks for, or None."""
+    run, weights, environment = measured["run"], measured["weights"], measured["run"]["environment"]
+    here = "cuda" if environment["device"].startswith("cuda") else "cpu"
+    if run["implementation"] != (asked.implementation or nodes.DEFAULT):
+        return f"implementation {run['implementation']} ran, the arm has {asked.implementation}"
+    if asked.device and here != asked.device:
+        return f"it ran on {environment['device']}, the spec requires {asked.device}"
+    if (run["profile"], run["faulty"]) != (asked.profile, asked.fault):
+        return f"profile {run['profile']} and fault {run['faulty']} ran, not {asked.profile} and {asked.fault}"
+    if run["dtype"] != {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}.get(asked.dtype):
+        return f"it ran in {run['dtype']}, the spec says {asked.dtype}"
+    for switch in ("tf32", "autocast"):
+        if environment[switch] is not False:
+            return f"{switch} was on"
+    if weights is None:
+        return "nothing says which weights ran"
+    said = {key: weights[key] for key in ("source", "seed", "path")}
+    if said != {key: asked.weights.get(key) for key in said}:
+        return f"weights {weights['source']} ran, the spec says {asked.weights['source']}"
+    return _operators(measured, asked)
+
+
+def _operators(measured: Mapping[str, Any], asked: Asked) -> str | None:
+    errors = {phase["name"]: phase["error"] for phase in measured["phases"] if phase["error"]}
+    if "provenance" in errors:  # the same error may stand with what could not be trained or inferred
+        return None if len(errors) > 1 else f"what ran was not seen: {errors['provenance']['message']}"
+    seen = {line["operator"]: line for line in measured["operators"]}
+    if missing := sorted(_needed_operators(asked) - set(seen)):
+        return f"{missing[0]} was not seen to run"
+    profiled = (measured["profile"] or {}).get("profiled")
+    for operator, line in seen.items():
+        given = nodes.implementation_of(operator, asked.implementation)
+        if line["implementation"] != given:
+            return f"{operator}: implementation {line['implementation']} ran, the arm has {given}"
+        if given in nodes.OWN_KERNELS and line["backend"] != given:
+            return f"{operator}: implementation {given} declares the backend {line['backend']}"
+        if problem := fallbacks.fallback(line["backend"], {**line["seen"], "profiled": None}):
+            return f"{operator}: {problem}"
+    if measured["kernels"] is None or measured["kernels"]["weights"] != measured["weights"]["digest"]:
+        return "the weights are not at the end what they were at the beginning"
+    backends = {line["backend"] for line in seen.values()}
+    if backends - {None} and len(backends) == 1:  # every kernel of a library is then a fallback
+        launched = {name: measured["kernels"][name] for name in ("triton", "native")}
+        whole = {**launched, "torch": [], "calls_without_launch": 0, "profiled": profiled}
+        return fallbacks.fallback(next(iter(backends)), whole)
+    return None
+
+
+def _needed_operators(asked: Asked) -> set[str]:
+    """What no run of the model can do without."""
+    always = {"embedding", "rms_norm", "qk_norm", "rope", "det_gemm", "attention", "residual_add", "lm_head", "logprob"}
+    activation = "silu" if asked.profile == "hf" else "swiglu"
+    return always | {activation} | ({"router", "grouped_gemm", "combine"} if asked.sizes.experts else set())
+
+
+def cut_short(measured: Mapping[str, Any], judgment: str, *, missing: bool) -> Finding | None:
+    """What ended the part of the run that a judgment needs, where something of it is missing."""
+    parts = ("inference",) if judgment in chains.STATEFUL[1:] else ("training", "inference")[: 1 + (judgment == PARITY)]
+    error = next((one["error"] for one in measured["phases"] if one["name"] in parts and one["error"]), None)
+    if error is None or not missing:
+        return None
+    if error["no_backward"]:
+        return Finding(category="red_no_backward", reason=f"no backward: {error['message']}")
+    return Finding(category="raised", reason=error["message"], evidence={"tail": list(error["tail"])})
+
+
+def key_of(one: Expected) -> Key:
+    """What names a comparison that is due."""
+    return one.judgment, one.configuration, one.tensor, one.against
+
+
+def key_in(line: Mapping[str, Any]) -> Key:
+    """The same of a line."""
+    return line["judgment"], line["configuration"], line["tensor"], line["against"]
+
+
+def gap(measured: Mapping[str, Any], lines: Lines, wanted: Sequence[Expected], asked: Asked) -> str | None:
+    """Why the lines of a configuration are not all that is due, and no more, each as it must be; or None."""
+    due = {key_of(one): one for one in wanted}
+    count: dict[Key, int] = {}
+    for line in lines:
+        count[key_in(line)] = count.get(key_in(line), 0) + 1
+    for key in due:
+        if count.get(key, 0) != 1:
+            return f"{key[2]} in {key[1]}: {'no comparison' if not count.get(key) else 'two comparisons'}"
+    if extra := set(count) - set(due):
+        key = min(extra)
+        return f"{key[2]} in {key[1]}: a comparison that nobody asked for"
+    for line in lines:
+        if problem := _odd(measured, line, due[key_in(line)], asked):
+            return f"{line['tensor']} in {line['configuration']}: {problem}"
+    return None
+
+
+def _odd(measured: Mapping[str, Any], line: Mapping[str, Any], due: Expected, asked: Asked) -> str | None:
+    """What in a line cannot be, or None."""
+    if tuple(line["shape"]) != due.shape or line["elements"] != math.prod(due.shape):
+        return f"shape {line['shape']}, {list(due.shape)} is due"
+    if line["limits"] != (dict(asked.limits(due.judgment)) if due.accuracy else None):
+        return f"the limits {line['limits']} are not those of the contract; another contract needs a new run"
+    needed = {*_needed(due, asked), *((*measurements.ACCURACY, "yardstick") if due.accuracy else ("differing",))}
+    if missing := needed - set(line):
+        return f"{', '.join(sorted(missing))} missing"
+    if not due.accuracy and line["differing"] == 0 and line["digest"] != line["against_digest"]:
+        return "the digests differ, and no element does"
+    return _sides(measured, line, due)
+
+
+def _needed(due: Expected, asked: Asked) -> tuple[str, ...]:
+    """Decoded log-probs, where the contract judges by them."""
+    judged = due.judgment == "decode_prefill" and "max" in asked.row(due.judgment).limits
+    return ("dlogp",) if judged else ()
+
+
+def _sides(measured: Mapping[str, Any], line: Mapping[str, Any], due: Expected) -> str | None:
+    """Each side is the run that it says: log-probs by their digests, gradients by those of the canonical cell."""
+    said = {one["execution"]: one["digest"] for one in measured["logprobs"]}
+    if due.tensor == "logprob":
+        right = REFERENCE if due.accuracy else CANONICAL
+        if line["against_digest"] != said.get(right):
+            return f"compared with another run than {right}"
+        if due.accuracy and due.configuration == CANONICAL and line["digest"] != said.get(CANONICAL):
+            return "another run than the one whose log-probs stand here"
+    return None
+
+
+def clash(measured: Mapping[str, Any], asked: Asked) -> str | None:
+    """What does not agree between lines: one tensor, one right side; a cell's trace, its digest."""
+    sides: dict[tuple[str, ...], str] = {}
+    for line in measured["comparisons"]:
+        if line["judgment"] not in (*chains.INVARIANCE, *chains.ACCURACY):
+            continue
+        key = (line["judgment"], line["tensor"])
+        if sides.setdefault(key, line["against_digest"]) != line["against_digest"]:
+            return f"{line['tensor']} in {line['configuration']}: compared with another tensor than in the cells before"
+        if line["judgment"] == "gradient_accuracy" and line["configuration"] == CANONICAL:
+            known = sides.setdefault(("gradient_invariance", line["tensor"]), line["digest"])
+            if known != line["digest"]:
+                return f"{line['tensor']}: the canonical gradient is another one than that whose error was measured"
+    cells = {cell["name"]: cell for cell in measured["cells"]}
+    ended = any(phase["name"] == "training" and phase["error"] for phase in measured["phases"])
+    if not ended and (missing := [cell.name for cell in asked.cells if _due(cell, asked) and cell.name not in cells]):
+        return f"cell {missing[0]} did not run"
+    for cell in asked.cells:
+        if cell.name in cells and (cells[cell.name]["layout"], cells[cell.name]["chunk"]) != (
+            cell.layout.digest,
+            cell.chunk,
+        ):
+            return f"cell {cell.name} ran in another layout"
+    for trace in measured["traces"]:
+        if trace["judgment"] == "forward_invariance":
+            equal = cells[trace["configuration"]]["digest"] == cells[CANONICAL]["digest"]
+            if equal != (trace["differing"] == 0):
+                return f"the trace of {trace['configuration']} does not say what its digest says"
+    return None
+
+
+def _due(cell: Cell, asked: Asked) -> bool:
+    if cell.name == CANONICAL:
+        return True
+    if cell.name == ONLY_GRADIENTS:
+        return "gradient_invariance" in asked.judgments
+    return bool(set(chains.INVARIANCE) & set(asked.judgments))

@@ -1,0 +1,229 @@
+"""The executions of inference: generated and rescored against training, decoded against prefilled, the cache itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlspec import chains
+from rlspec.chains import RESCORE
+from rlspec.device.chain_inference import ATTENTION, KEYS, QUERY, VALUES, Walk
+from rlspec.device.chain_lines import yardstick
+from rlspec.device.chain_session import Session
+from rlspec.device.chain_trace import Trace, divergence
+from rlspec.device.chain_training import Canonical
+from rlspec.device.operators import Operators, Segment, Segments
+from rlspec.workloads import Decode, Sample
+
+Stored = Sequence[Sequence[Tensor]]  # [layer][sample] of [positions, Hkv, D]
+
+
+class Inference:
+    """All that one arm infers; `canonical` is what it was trained as, if it was."""
+
+    def __init__(self, session: Session, canonical: Canonical | None) -> None:
+        self.session, self.lines, self.on = session, session.lines, session.on
+        self.canonical, self.engine = canonical, session.engine()
+
+    def run(self) -> None:
+        """Every execution that the spec's judgments need."""
+        if self.session.asked("train_inference_parity"):
+            for name in chains.EXECUTIONS:
+                self._generated(name)
+        if self.session.asked("decode_prefill", "kv_cache"):
+            for case in self.on.chain.decode:
+                self._decoded(case)
+        if self.session.asked("kv_cache"):
+            for kind in chains.CACHES:
+                self._chunked(kind)
+
+    # Train against inference
+
+    def _generated(self, name: str) -> None:
+        """The active tokens as a rollout engine scores them."""
+        self.session.step(name)
+        samples = self.session.samples
+        groups = [[sample] for sample in samples] if name.startswith("B1") else [list(samples)]
+        walks = [self._execution(name, group, trace=name == RESCORE) for group in groups]
+        values = [
+            walk.logprobs[index, position - 1]
+            for group, walk in zip(groups, walks, strict=True)
+            for index, sample in enumerate(group)
+            for position in range(sample.prompt, sample.length)
+        ]
+        self.lines.logprobs(name, torch.tensor(values, dtype=torch.float32))
+        if self.canonical is None:
+            return
+        if name != RESCORE:
+            if values == self.canonical.logprobs.tolist():
+                return
+            walks = [self._execution(name, group, trace=True) for group in groups]
+        whole = _joined([walk.trace for walk in walks if walk.trace], samples, self.on.device)
+        found = divergence(whole, self.canonical.trace, self.session.names, self.session.layers)
+        self.lines.trace("train_inference_parity", name, found)
+
+    def _execution(self, name: str, group: Sequence[Sample], *, trace: bool) -> Walk:
+        if name == RESCORE:
+            return self.engine.prefill(group, trace=trace)
+        chunk = self.on.chain.tier.chunk if name.endswith("chunked") else 0
+        cache = self.engine.cache("paged" if name.endswith("paged") else "contiguous", group)
+        return self.engine.walk(group, chains.generation(self.on.chain, group, chunk=chunk), cache, trace=trace)
+
+    # Decode against prefill
+
+    def _decoded(self, case: Decode) -> None:
+        """Token by token through both caches, against one prefill of the same grid."""
+        single, near = dict(chains.decoded(case)), chains.prefixes(self.on.chain, case)
+        rows = {index: sorted({*positions, *(length - 1 for at, length in near if at == index)})
+                for index, positions in single.items()}  # fmt: skip
+        self.session.step(f"{case.name}/prefill")
+        grid: dict[str, Any] = {"left": case.left, "width": case.width}
+        full = self.engine.prefill(case.samples, wanted=rows, trace=True, **grid)
+        for kind in chains.CACHES:
+            name = f"{case.name}/{kind}"
+            self.session.step(name)
+            run = partial(self.engine.walk, case.samples, chains.columns(case), wanted=single, **grid)
+            cache = self.engine.cache(kind, case.samples)
+            walk = run(cache, store=True)
+            if self.session.asked("decode_prefill") and not self._logits(name, case, walk, full):
+                again = run(self.engine.cache(kind, case.samples), trace=True)
+                names = [sample.id for sample in case.samples]
+                assert again.trace is not None and full.trace is not None
+                self.lines.trace(
+                    "decode_prefill", name, divergence(again.trace, full.trace, names, self.session.layers)
+                )
+            if self.session.asked("kv_cache"):
+                self._cached(name, case, walk, cache)
+        if self.session.asked("decode_prefill"):
+            self._prefixes(case, full, near)
+
+    def _logits(self, name: str, case: Decode, walk: Walk, full: Walk) -> bool:
+        places = [(index, position) for index, positions in chains.decoded(case) for position in positions]
+        followed = [(index, at) for index, at in places if at + 1 < case.samples[index].length]
+        pairs = [(walk.logprobs[place], full.logprobs[place]) for place in followed]
+        return self._rows(name, case, [walk.logits[place] for place in places], full, places, pairs)
+
+    def _prefixes(self, case: Decode, full: Walk, near: Sequence[tuple[int, int]]) -> None:
+        """The last token of prefixes that are prefilled by themselves."""
+        name = f"{case.name}/{chains.PREFIX}"
+        self.session.step(name)
+        found, pairs = [], []
+        for index, length in near:
+            sample = case.samples[index]
+            walk = self.engine.walk([sample], [(0, length)], None, wanted={0: [length - 1]})
+            found.append(walk.logits[0, length - 1])
+            if length < sample.length:
+                pairs.append((walk.logprobs[0, length - 1], full.logprobs[index, length - 1]))
+        self._rows(name, case, found, full, [(index, length - 1) for index, length in near], pairs)
+
+    def _rows(
+        self,
+        name: str,
+        case: Decode,
+        found: Sequence[Tensor],
+        full: Walk,
+        places: Sequence[tuple[int, int]],
+        pairs: Sequence[tuple[float, float]],
+    ) -> bool:
+        got, want = torch.stack(list(found)), torch.stack([full.logits[place] for place in places])
+
+        def place(flat: int) -> dict[str, Any]:
+            row, element = divmod(flat, got.shape[1])
+            index, position = places[row]
+            return {"sample": case.samples[index].id, "position": position, "element": element}
+
+        return self.lines.bits("decode_prefill", name, "logits", got, want, against="prefill", place=place, pairs=pairs)
+
+    # The cache
+
+    def _cached(self, name: str, case: Decode, walk: Walk, cache: Any) -> None:
+        """What was written is read; cursors count tokens; pads are not stored; attention is that of the whole."""
+        layers, count = self.session.layers, len(case.samples)
+        for tensor, node, slot in (("keys", KEYS, 0), ("values", VALUES, 1)):
+            read = [[cache.read(layer, index)[slot] for index in range(count)] for layer in range(layers)]
+            written = [[walk.stored(layer, index, node) for index in range(count)] for layer in range(layers)]
+            self._stored(name, tensor, read, written, "written", [sample.id for sample in case.samples])
+        lengths = torch.tensor([cache.lengths.get(index, -1) for index in range(count)])
+        due = torch.tensor([sample.length for sample in case.samples])
+        self.lines.bits("kv_cache", name, "cursor", lengths, due, against="tokens",
+                        place=lambda index: {"sample": case.samples[index].id})  # fmt: skip
+        none, strays = torch.zeros(1, dtype=torch.int64), torch.tensor([cache.strays()])
+        self.lines.bits("kv_cache", name, "strays", strays, none, against="none")
+        found = [self._direct(walk, layer, index) for layer in range(layers) for index in range(count)]
+        got, direct, exact, plain = (
+            torch.stack(list(part)).unflatten(0, (layers, count)) for part in zip(*found, strict=True)
+        )
+
+        def last(index: int) -> dict[str, Any]:
+            layer, rest = divmod(index, got[0].numel())
+            sample = case.samples[rest // got[0, 0].numel()]
+            return {"layer": layer, "sample": sample.id, "position": sample.length - 1}
+
+        self.lines.bits("kv_cache", name, "attention", got, direct, against="direct", place=last)
+        self.lines.near("kv_cache", name, "attention", got, exact, yardstick(plain, exact))
+
+    def _direct(self, walk: Walk, layer: int, index: int) -> tuple[Tensor, ...]:
+        """[Hq, D] each: the last call's attention of a sample; then on its keys and values as they were written, by
+        the same operator, by the reference, and by plain torch."""
+        query = walk.last[layer, index, QUERY][None, None]
+        key, value = (walk.stored(layer, index, node)[None] for node in (KEYS, VALUES))
+        segments = Segments((Segment(0, 0, 1, 0, key.shape[1]),), 1, 1, key.shape[1], self.on.device)
+        scale = self.on.model.head_dim**-0.5
+        whole = [x.to(self.session.wide) for x in (query, key, value)]
+        with torch.no_grad():
+            direct = self.engine.decoder.operators.attention(query, key, value, segments, scale=scale)
+            exact = Operators("reference").attention(*whole, segments, scale=scale)
+            plain = Operators("torch").attention(query, key, value, segments, scale=scale)
+        return walk.last[layer, index, ATTENTION], direct[0, 0], exact[0, 0], plain[0, 0]
+
+    def _chunked(self, kind: str) -> None:
+        """What a sample leaves in the cache in chunks is what it leaves in one call."""
+        name, size = f"chunked/{kind}", self.on.chain.tier.chunk
+        self.session.step(name)
+        sides = [
+            [self._left(kind, sample, cut or sample.length) for sample in self.session.samples] for cut in (size, 0)
+        ]
+        for slot, tensor in enumerate(("keys", "values")):
+            got, want = ([[one[layer][slot] for one in side] for layer in range(self.session.layers)] for side in sides)
+            self._stored(name, tensor, got, want, "once", self.session.names)
+
+    def _left(self, kind: str, sample: Sample, size: int) -> list[tuple[Tensor, Tensor]]:
+        """By layer the keys and values of a sample that came in pieces of `size`."""
+        pieces = [(at, min(at + size, sample.length)) for at in range(0, sample.length, size)]
+        cache = self.engine.cache(kind, [sample])
+        self.engine.walk([sample], pieces, cache)
+        return [cache.read(layer, 0) for layer in range(self.session.layers)]
+
+    def _stored(self, name: str, tensor: str, got: Stored, want: Stored, against: str, names: Sequence[str]) -> None:
+        mine, theirs = (torch.stack([torch.cat(list(layer)) for layer in side]) for side in (got, want))
+        lengths = [len(one) for one in want[0]]
+
+        def place(index: int) -> dict[str, Any]:
+            layer, token = divmod(index // (mine.shape[2] * mine.shape[3]), mine.shape[1])
+            sample = 0
+            while token >= lengths[sample]:
+                token, sample = token - lengths[sample], sample + 1
+            return {"layer": layer, "sample": names[sample], "position": token}
+
+        self.lines.bits("kv_cache", name, tensor, mine, theirs, against=against, place=place)
+
+
+def _joined(traces: Sequence[Trace], samples: Sequence[Sample], device: torch.device) -> Trace:
+    """The traces of samples that ran alone, as that of all of them together."""
+    whole = Trace([sample.length for sample in samples], device)
+    for key in traces[0].tables:
+        whole.tables[key] = torch.cat([trace.tables[key] for trace in traces])
+    slots = {probe: slot for slot, probe in enumerate(whole.probes)}
+    for key, one in traces[0].rows.items():
+        rows, start = one.new_zeros(len(slots), *one.shape[1:]), 0
+        for trace in traces:
+            for slot, probe in enumerate(trace.probes):
+                if start + probe in slots:
+                    rows[slots[start + probe]] = trace.rows[key][slot]
+            start += trace.tokens
+        whole.rows[key] = rows
+    return whole

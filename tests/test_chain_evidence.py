@@ -1,0 +1,49 @@
+"""The reports in specs/chain/evidence derive their verdicts again, and hold nothing of one machine."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from rlspec import judging
+from rlspec.errors import RunError
+
+FOLDER = Path(__file__).parents[1] / "specs" / "chain" / "evidence"
+FILES = sorted(FOLDER.glob("*.json.gz"))
+
+
+def again(path):
+    return judging.judge(files=[path], reader=None, kind=None, metrics=(), pattern=None, contract=None,
+                         bases=(), features=())  # fmt: skip
+
+
+def verdicts(report):
+    return [(one["judgment"], one["subject"], one["status"]) for one in report["verdicts"]]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_verdicts_are_derived_again(path):
+    given = json.loads(gzip.decompress(path.read_bytes()))
+    assert verdicts(again(path)) == verdicts(given)
+    assert given["counts"]["judged"] == given["counts"]["expected"] > 50
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_row_that_is_removed_is_refused(path, tmp_path):
+    given = json.loads(gzip.decompress(path.read_bytes()))
+    next(arm for arm in given["measured"].values() if arm)["comparisons"].pop()
+    (tmp_path / "report.json").write_text(json.dumps(given))
+    with pytest.raises(RunError, match="edited"):
+        again(tmp_path / "report.json")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_nothing_in_it_is_of_one_machine_and_the_model_is_whole(path):
+    text = gzip.decompress(path.read_bytes()).decode()
+    report = json.loads(text)
+    assert report["run"] is None and "/site-packages/" not in text and '"host"' not in text
+    assert report["chain"]["model"]["layers"] == 36 and report["model"] == "qwen3-8b"
+    assert f"`{path.name}`" in (FOLDER / "README.md").read_text()
