@@ -38,7 +38,8 @@ struct Forward {
     Strides q;
     int64_t slots;  // rows · queries
     float scale;    // holds log2(e) too
-    int items, segments, tiles, splits, queries, listed, page, box, kv, group, width, window;
+    int items, segments, tiles, splits, queries, limit;  // a sample has at most `limit` queries
+    int listed, page, box, kv, group, width, window;
     Schedule schedule;
 };
 
@@ -344,11 +345,12 @@ __global__ __launch_bounds__(GROUPS * 128 + 128, PART ? 2 : 1) void attention_fo
             if (lane == 0) hopper::barrier_arrive(q_free + place);
             continue;
         }
+        int const known = min(segment.queries, a.limit);  // what is longer than promised is NaN already
         hopper::group_sync(1 + group, 128);  // all products with the queries are done: their place holds the rows now
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int const of = row + 8 * r, query = tile.query + of / a.group, head = tile.head * a.group + of % a.group;
-            bool const live = query < segment.queries && of / a.group < tile.span;
+            bool const live = query < known && of / a.group < tile.span;
             Finish const finish(total_m[r], total_mass[r], a.sinks == nullptr ? nullptr : a.sinks + head);
             if (live && column == 0) a.lse[(slot + query) * heads + head] = finish.lse;
 #pragma unroll
@@ -361,7 +363,7 @@ __global__ __launch_bounds__(GROUPS * 128 + 128, PART ? 2 : 1) void attention_fo
         __syncwarp();
         for (int i = lane; i < 16 * D / 8; i += 32) {
             int const r = thread / 32 * 16 + i / (D / 8), of = group * 64 + r, query = tile.query + of / a.group;
-            if (query >= segment.queries || of / a.group >= tile.span || i % (D / 8) * 8 >= a.width) continue;
+            if (query >= known || of / a.group >= tile.span || i % (D / 8) * 8 >= a.width) continue;
             int64_t const cell = (slot + query) * heads + tile.head * a.group + of % a.group;
             *reinterpret_cast<uint4*>(static_cast<Element*>(a.out) + cell * a.width + i % (D / 8) * 8) =
                 *reinterpret_cast<uint4 const*>(q_mine + swizzled(r, i % (D / 8), 64));
@@ -384,7 +386,7 @@ __device__ __forceinline__ int segment_of(int const* table, int segments, int ro
 
 // A warp folds the splits of one query head of a slot upward. A pad gets 0 and -inf; what is longer than promised, NaN.
 template <typename Element, int D>
-__global__ __launch_bounds__(128) void attention_fold_kernel(__grid_constant__ Forward const a, int limit) {
+__global__ __launch_bounds__(128) void attention_fold_kernel(__grid_constant__ Forward const a) {
     constexpr int MINE = D / 32;
     int const heads = a.kv * a.group, lane = threadIdx.x % 32;
     int64_t const cell = static_cast<int64_t>(blockIdx.x) * 4 + threadIdx.x / 32, cells = a.slots * heads;
@@ -439,7 +441,7 @@ __global__ __launch_bounds__(128) void attention_fold_kernel(__grid_constant__ F
         total_m = __shfl_sync(0xffffffff, top, 31);
     }
     Finish const finish(total_m, total_mass, a.sinks == nullptr ? nullptr : a.sinks + cell % heads);
-    float const wrong = last >= a.splits || query >= limit ? NAN : 1.0f;
+    float const wrong = last >= a.splits || query >= a.limit ? NAN : 1.0f;
     for (int i = 0; inside && i < MINE; ++i) out[i] = Element(finish(total[i]) * wrong);
     if (lane == 0) a.lse[cell] = finish.lse * wrong;
 }
@@ -595,6 +597,8 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
                              : "memory");
             }
             uint32_t const there = hopper::shared_address(full + stage);
+            // Counted among the 33 arrivals of `full`: 32 of these and the one of TMA. racecheck does not follow it, and
+            // reports the copies above against the reads behind the barrier.
             asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(there) : "memory");
             if (lane == 0) {
                 hopper::barrier_expect(full + stage, 2 * TILE);
@@ -893,7 +897,7 @@ cudaError_t launch_forward(CUtensorMap const (&maps)[3], Forward const& a, int64
 
 template <typename Element, int D>
 cudaError_t run_forward(Forward a, void const* key, void const* value, int64_t key_rows, int64_t key_tokens,
-                        Strides const& k, Strides const& v, int64_t rows, int max_query, cudaStream_t stream) {
+                        Strides const& k, Strides const& v, int64_t rows, cudaStream_t stream) {
     CUtensorMap maps[3];
     int const heads = a.kv * a.group;
     if (64 % a.group == 0)
@@ -908,10 +912,10 @@ cudaError_t run_forward(Forward a, void const* key, void const* value, int64_t k
         int const busy = 2 * processors;  // blocks of threads at a time
         if (a.items > 4 * busy) RLSPEC_TRY((launch_forward<Element, D, 1, true, 2, 2>(maps, a, busy, stream)));
         else RLSPEC_TRY((launch_forward<Element, D, 1, true, 3, 1>(maps, a, a.items, stream)));
-        return launch(attention_fold_kernel<Element, D>, (a.slots * heads + 3) / 4, 128, 0, true, stream, a, max_query);
+        return launch(attention_fold_kernel<Element, D>, (a.slots * heads + 3) / 4, 128, 0, true, stream, a);
     }
     RLSPEC_TRY(clear_pads<Element>(a.out, a.lse, a.taken, a.table, a.segments, rows, a.queries, heads, a.width, 1,
-                                   max_query, stream));
+                                   a.limit, stream));
     return launch_forward<Element, D, 2, false, 4, 2>(maps, a, min(a.items, processors), stream);
 }
 
@@ -954,9 +958,9 @@ extern "C" int attention_forward(
     void const* query, void const* key, void const* value, int const* table, int const* pages, float const* sinks,
     void* out, float* lse, int* taken, float* part, float* part_m, float* part_mass, int64_t dtype, int64_t width,
     int64_t rows, int64_t queries, int64_t key_rows, int64_t key_tokens, int64_t kv, int64_t group, int64_t q_row,
-    int64_t q_token, int64_t q_head, int64_t k_row, int64_t k_token, int64_t k_head, int64_t v_row, int64_t v_token, int64_t v_head,
-    int64_t segments, int64_t max_query, int64_t splits, int64_t listed, int64_t page, int64_t window, int64_t early,
-    int64_t change, int64_t late, float scale, cudaStream_t stream) {
+    int64_t q_token, int64_t q_head, int64_t k_row, int64_t k_token, int64_t k_head, int64_t v_row, int64_t v_token,
+    int64_t v_head, int64_t segments, int64_t max_query, int64_t splits, int64_t listed, int64_t page, int64_t window,
+    int64_t early, int64_t change, int64_t late, float scale, cudaStream_t stream) {
     int const span = (part != nullptr ? 64 : 128) / static_cast<int>(group);
     Forward a = {};
     a.query = query, a.table = table, a.pages = pages, a.sinks = sinks, a.out = out, a.lse = lse;
@@ -964,12 +968,12 @@ extern "C" int attention_forward(
     a.q = {q_row, q_token, q_head}, a.slots = rows * queries, a.scale = scale;
     a.segments = int(segments), a.tiles = int((max_query + span - 1) / span), a.splits = int(splits);
     a.queries = int(queries), a.listed = int(listed), a.page = int(page), a.kv = int(kv), a.group = int(group);
-    a.width = int(width);
+    a.width = int(width), a.limit = int(max_query);
     a.box = page > 0 && page < KEYS ? int(page) : KEYS, a.window = int(window);
     a.schedule = {int(early), int(change), int(late)};
     Strides const k = {k_row, k_token, k_head}, v = {v_row, v_token, v_head};
     auto const run = [&](auto runner) {
-        return runner(a, key, value, key_rows, key_tokens, k, v, rows, int(max_query), stream);
+        return runner(a, key, value, key_rows, key_tokens, k, v, rows, stream);
     };
     if (dtype == BF16 && width <= 64) return run(run_forward<__nv_bfloat16, 64>);
     if (dtype == BF16 && width == 128) return run(run_forward<__nv_bfloat16, 128>);

@@ -8,6 +8,7 @@ runs added, the search stops: half of what is left would be thrown away on a gue
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,9 +129,10 @@ class _State:
     def begin(
         cls, document: Document, top: Path, good: str, bad: str, overrides: Sequence[str], resume: bool
     ) -> _State:
-        folder = runs.bisects(runs.root(Path.cwd().resolve()))
+        base = runs.root(Path.cwd().resolve())
+        folder = runs.bisects(base)
         same = {
-            "spec": str(document.path.resolve()),
+            "spec": os.path.relpath(document.path.resolve(), base),
             "data": document.data,
             "overrides": list(overrides),
             "good": good,
@@ -152,7 +154,7 @@ class _State:
         changed = at_commits(document, self.data["good"], commit, self.data["added"])
         runs.save(self.path, self.data)
         options = Options(
-            from_run=self.data["run"],
+            from_run=self.data["run"] and str(runs.root(Path.cwd().resolve()) / self.data["run"]),
             resume=self.data["run"] is None and self._cut_off(changed),
             overrides=tuple(self.data["overrides"]),
         )
@@ -173,7 +175,7 @@ class _State:
     def _keep(self, made: Mapping[str, Any]) -> None:
         """The envelope for the commits to come, with the base arms that this one added."""
         folder = Path(made["run"]["folder"])
-        self.data["run"] = str(folder)
+        self.data["run"] = os.path.relpath(folder, runs.root(Path.cwd().resolve()))
         known = {arm["name"] for arm in [*self.data["data"]["arms"], *self.data["added"]]}
         last = [arm for arm in self.data["data"]["arms"] if arm["role"] == "base"][-1]
         for arm in runs.load(folder / "plan.json", "plan")["arms"]:

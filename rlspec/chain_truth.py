@@ -59,9 +59,8 @@ def _strange(measured: Mapping[str, Any], asked: Asked) -> str | None:
 
 
 def _operators(measured: Mapping[str, Any], asked: Asked) -> str | None:
-    errors = {phase["name"]: phase["error"] for phase in measured["phases"] if phase["error"]}
-    if "provenance" in errors:  # the same error may stand with what could not be trained or inferred
-        return None if len(errors) > 1 else f"what ran was not seen: {errors['provenance']['message']}"
+    if hidden := unseen(measured):  # the same error may stand with what could not be trained or inferred
+        return hidden if sum(phase["error"] is not None for phase in measured["phases"]) == 1 else None
     seen = {line["operator"]: line for line in measured["operators"]}
     if missing := sorted(_needed_operators(asked) - set(seen)):
         return f"{missing[0]} was not seen to run"
@@ -82,6 +81,12 @@ def _operators(measured: Mapping[str, Any], asked: Asked) -> str | None:
         whole = {**launched, "torch": [], "calls_without_launch": 0, "profiled": profiled}
         return fallbacks.fallback(next(iter(backends)), whole)
     return None
+
+
+def unseen(measured: Mapping[str, Any]) -> str | None:
+    """Why nobody looked at what ran, or None."""
+    error = next((phase["error"] for phase in measured["phases"] if phase["name"] == "provenance"), None)
+    return f"what ran was not seen: {error['message']}" if error else None
 
 
 def _needed_operators(asked: Asked) -> set[str]:
@@ -151,7 +156,7 @@ def _needed(due: Expected, asked: Asked) -> tuple[str, ...]:
 
 
 def _sides(measured: Mapping[str, Any], line: Mapping[str, Any], due: Expected) -> str | None:
-    """Each side is the run that it says: log-probs by their digests, gradients by those of the canonical cell."""
+    """Each side of log-probs is the run that it says, by the digests; for gradients see `clash`."""
     said = {one["execution"]: one["digest"] for one in measured["logprobs"]}
     if due.tensor == "logprob":
         right = REFERENCE if due.accuracy else CANONICAL

@@ -16,7 +16,7 @@ from rlspec import chains, dlogp, nodes
 from rlspec.cells import Finding
 from rlspec.chain_asked import PARITY, Asked, Lines, has, trace_of, values_of
 from rlspec.chain_places import LOSS, divergence, drift, place, silent
-from rlspec.chain_truth import clash, cut_short, ended, gap, key_in, key_of
+from rlspec.chain_truth import clash, cut_short, ended, gap, key_in, key_of, unseen
 from rlspec.chains import REFERENCE, RESCORE, Expected
 from rlspec.layouts import CANONICAL
 from rlspec.model import Row
@@ -40,6 +40,8 @@ def judge(measured: Mapping[str, Any], asked: Asked) -> Iterator[tuple[str, str,
             else:
                 wanted = due.get((judgment, name), [])
                 finding = stopped or _finding(measured, judgment, name, wanted, row, asked)
+                if finding.category in ("green", "measured") and (hidden := unseen(measured)):
+                    finding = Finding(category="red_provenance", reason=hidden)
             yield judgment, name, row, replace(finding, evidence={**finding.evidence, **_ran(measured)})
 
 

@@ -41,6 +41,9 @@ def fallback(backend: str | None, seen: Mapping[str, Any]) -> str | None:
     declares = f"the candidate declares {backend}"
     if not any(seen[where] for where in _LAUNCHES[backend]):
         return f"{declares}, and no {backend} kernel was launched"
+    for where in {"triton", "native"} - {*_LAUNCHES[backend]}:
+        if seen[where]:
+            return f"{declares}, and {seen[where][0]}, a kernel of the other backend, was launched"
     # Operators of a library of the user's own are the candidate, not a fallback; the profiler looks into them.
     if computed := [name for name in seen["torch"] if name not in _MOVING and "::" not in name]:
         return f"{declares}, and torch computed {', '.join(computed[:4])}"

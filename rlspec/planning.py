@@ -97,8 +97,8 @@ def _chain(spec: Spec) -> dict[str, str]:
         "weights": f"{_flat(given)}; {sizes.count:,} in {len(sizes.parameters)} tensors",
         "rounding": f"profile {spec.chain['profile']}, {spec.dtype}",
         "comparisons": f"{due:,} an arm",
-        "memory": f"at least {need.least / 2**30:.0f} GiB on the device, {need.resident / 2**30:.0f} GiB to say of each "
-        "gradient how much differs",
+        "memory": f"at least {need.least / 2**30:.0f} GiB on the device, {need.resident / 2**30:.0f} GiB to say of "
+        "each gradient how much differs",
     }
 
 

@@ -258,7 +258,7 @@ RULES: dict[str, Rule] = {
     ),
     "RL230": Rule(
         "a planted fault stands only where an outcome is expected",
-        "A fault breaks feature arms or an engine on purpose, to show that a judgment can fail; no normal spec has one.",
+        "A fault breaks an arm on purpose, to show that a judgment can fail; no normal spec has one.",
         "settings: {fault: mean_of_means}",
         "settings: {fault: mean_of_means}\nexpect: FAIL",
     ),

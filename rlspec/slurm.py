@@ -184,10 +184,11 @@ class Run:
         self.signum = self.signum or signum
 
     def _clear(self) -> None:
-        """A job of an earlier try is cancelled: no next arm beside it."""
+        """A job of an earlier try is cancelled: no next arm beside it. On another cluster its number is another job."""
         earlier = _load(self.folder / "job.json")
         if earlier is not None:
-            subprocess.run(["scancel", "--quiet", str(earlier["job"])], capture_output=True, check=False)
+            command = ["scancel", "--quiet", f"--jobname={earlier['name']}", str(earlier["job"])]
+            subprocess.run(command, capture_output=True, check=False)
         for file in self.folder.iterdir():
             file.unlink()
 
@@ -228,7 +229,7 @@ class Run:
             self.reason = f"sbatch refused the job: {_last(done.stderr) or _last(done.stdout)}"
             return done.returncode
         self.job = done.stdout.strip().split(";")[0]
-        _save(self.folder / "job.json", {"job": self.job})
+        _save(self.folder / "job.json", {"job": self.job, "name": self.name})
         begun, asked, cancelled = time.monotonic(), 0.0, False
         while not self._over():
             self._tail()

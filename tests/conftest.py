@@ -16,6 +16,14 @@ from tests import gitrepo
 from tests.processes import marking
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that take minutes are skipped, and seen to be, unless `-m` names them."""
+    if "slow" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="run with -m slow"))
+
+
 @pytest.fixture
 def word(tmp_path: Path) -> Iterator[str]:
     """A word for the command lines of a test's processes; what holds it at the end is killed, in any case."""

@@ -171,6 +171,9 @@ def test_an_interrupted_search_goes_on(project, tmp_path, monkeypatch):
     done = rlspec("bisect", path, "--good", "good", "--bad", "main")
     assert done.code == 130 and "--resume goes on" in done.err and starts(tmp_path) == 4
     assert rlspec("bisect", path, "--good", "good", "--bad", "main~1", "--resume").code == 2, "another end"
+    there = project.rename(tmp_path / "mounted elsewhere")
+    monkeypatch.chdir(there)
+    path = there / path.relative_to(project)
     done = rlspec("bisect", path, "--good", "good", "--bad", "main", "--resume")
     assert done.code == 0 and "change 19: FAIL" in done.out
     assert starts(tmp_path) == 2 + done.out.count("PASS ") + done.out.count("FAIL ") + done.out.count("skipped ")

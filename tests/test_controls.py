@@ -64,9 +64,7 @@ def test_passing(outcomes, spec):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SLOW, ids=name)
-def test_meshes(spec, tmp_path, request):
-    if "slow" not in request.config.option.markexpr:
-        pytest.skip("run with -m slow")
+def test_meshes(spec, tmp_path):
     done, made = run(spec, tmp_path / "run")
     assert done.returncode == 0, done.stdout + done.stderr
     assert made["outcome"] == ("FAIL" if spec in KNOWN else "PASS")

@@ -337,7 +337,7 @@ def test_vllm(tmp_path, stand_in, execution):
     said = dict(rollout.semantics)
     assert said.pop("engine").startswith(f"vllm (vllm 1.0) {execution} bf16 dtype=bfloat16 seed=3")
     assert len(said.pop("weights")) == 64
-    assert said == {"temperature": 1.0, "top_p": 1.0, "processed": "raw", "head_dtype": "bf16"}
+    assert said == {"temperature": 1.0, "top_p": 1.0, "processed": "raw"}
 
 
 def test_a_trace_that_vllm_does_not_follow(tmp_path, stand_in):

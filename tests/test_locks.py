@@ -45,6 +45,7 @@ def elsewhere(file, silent, **changes):
 def test_a_lock_is_there_while_it_is_held_and_then_nothing_is(file):
     with hold(file, "run specs/a.yaml"):
         assert holder(file)["pid"] == os.getpid() and len(list(file.parent.iterdir())) == 1
+        assert holder(file)["boot"] and holder(file)["namespace"].startswith("pid:")
         words = rf"run specs/a.yaml \(pid {os.getpid()} on .*since 20.*`kill {os.getpid()}` \(its lock is {file}\)"
         with pytest.raises(SpecError, match=words), hold(file):
             pass

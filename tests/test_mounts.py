@@ -18,6 +18,7 @@ MOVES = [
     ("/data/repo", "/repo", "/data/repo/a /data/b", "/repo/a /data/b"),
     ("/x/re (po)", "/y/re (po)", "/x/re (po)/a", "/y/re (po)/a"),
     ("/x/old", "/x/new.1", r"/x/old/\\1 /x/older", r"/x/new.1/\\1 /x/older"),
+    ("/x/old", r"/x/n\1w", "/x/old/a", r"/x/n\1w/a"),
     ("/x/repo", "/x/repo", "/x/repo", "/x/repo"),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A run that goes on on another machine: where its file system is mounted elsewhere, and while the first may be at work.
+"""A run that goes on on another machine: its file system mounted elsewhere, the first machine perhaps still at work.
 
 To mount elsewhere is here to rename the folder: the same files, and no path of the first machine leads anywhere.
 """
@@ -43,7 +43,7 @@ def mount(tmp_path, monkeypatch):
 
 
 def trainer(here):
-    """A spec that imports a file beside it, in Python that tells what it imports; base1 crashes until `fixed` exists."""
+    """A spec whose run file imports another file, in Python that tells so; base1 crashes until `fixed` exists."""
     path = training(here / "specs")
     (here / "specs" / "mine.py").write_text("OFFSET = 0.0\n")
     template = here / "specs" / "train.py.j2"
@@ -88,10 +88,12 @@ def test_a_finished_run_is_resumed_used_judged_and_told_from_another_mount(here,
     for machine in ("data", "mnt"):
         there = mount(machine)
         for again in (["run", path, "--resume"], ["run", path, "--from", name], ["judge", name]):
-            done = rlspec(*again)
+            done = rlspec(*again, "-o", "again.json")
+            made = json.loads((there / "again.json").read_text())
             assert done.code == first["exit_code"] and "runs again" not in done.err, (again, done)
-            assert report()["verdicts"] == first["verdicts"] and starts(there / "specs") == 3, again
-            assert all(Path(arm["log"]).is_file() for arm in report()["arms"]), again
+            assert made["verdicts"] == first["verdicts"] and starts(there / "specs") == 3, again
+            assert all(Path(arm["log"]).is_file() for arm in made["arms"]), again
+            assert (there / made["spec"]["path"]).resolve() == there / path, again
     (there / "specs" / "mine.py").write_text("OFFSET = 1.0\n")
     done = rlspec("run", path, "--from", name)
     assert done.err.count("runs again, since the code that it ran has changed") == 3, done.err

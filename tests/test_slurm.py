@@ -258,8 +258,8 @@ def test_a_request_that_cannot_be_met_does_not_wait(here, cluster):
 
 
 def test_a_time_limit_counts_from_the_start_of_the_nodes(here, cluster):
-    outcome, told = arm(here, cluster, time_limit=3.0, HANG_AT="2")
-    assert told["reason"] == "time limit 3s reached" and outcome.step == 1
+    outcome, told = arm(here, cluster, time_limit=6.0, HANG_AT="2")
+    assert told["reason"] == "time limit 6s reached" and outcome.step == 1
 
 
 def test_a_rank_that_fails_is_named_by_its_own_words(here, cluster):
@@ -290,6 +290,17 @@ def test_ctrl_c_cancels_the_job(here, cluster):
     assert "--resume` goes on" in running.communicate(timeout=60)[1] and running.returncode == 130
 
 
+def test_only_the_job_of_the_earlier_try_is_cancelled(here, cluster, monkeypatch):
+    """On another cluster that shares the file system, the number may be another job of the same user."""
+    number = cluster.ask("sbatch", "--parsable", "--job-name=rlspec-mine", "--output=/dev/null", "--wrap=sleep 60")
+    monkeypatch.setenv(slurm.FOLDER, str(here / "nodes"))
+    (here / "nodes").mkdir()
+    for name, stays in (("rlspec-other", True), ("rlspec-mine", False)):
+        (here / "nodes" / "job.json").write_text(json.dumps({"job": number, "name": name}))
+        slurm.Run(argparse.Namespace())._clear()
+        assert (number in cluster.ask("squeue", "-h", "-t", "PD,CF,R", "-o", "%i").split()) == stays, name
+
+
 def test_gpus_are_asked_for(here, cluster):
     outcome, told = arm(here, cluster, gpus=True)
     assert outcome.returncode == 0 and (here / "arm.log").read_text().count("gpus 0") == 2, told
@@ -311,8 +322,8 @@ def test_inside_an_allocation(here, cluster, allocation):
     assert outcome.step == 6 and (here / "arm.log").read_text().count("meets at 127.0.0.1") == 2
     outcome, told = arm(here, cluster, inside=allocation, nodes=3)
     assert "has 2 nodes, the spec wants 3" in told["reason"]
-    outcome, told = arm(here, cluster, inside=allocation, time_limit=3.0, HANG_AT="2")
-    assert told["reason"] == "time limit 3s reached" and told["returncodes"] != [0, 0]
+    outcome, told = arm(here, cluster, inside=allocation, time_limit=6.0, HANG_AT="2")
+    assert told["reason"] == "time limit 6s reached" and told["returncodes"] != [0, 0]
     number = allocation["SLURM_JOB_ID"]
     for file in here.glob("fixed.*"):
         file.unlink()

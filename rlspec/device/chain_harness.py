@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rlspec import chains
-from rlspec.device import observe, weights
+from rlspec.device import native, observe, weights
 from rlspec.device.chain_bench import ChainBench
 from rlspec.device.chain_lines import Lines, dtype_name
 from rlspec.device.chain_observed import ObservedInference, ObservedPass, Observer
@@ -54,14 +54,17 @@ def main(on: ChainBench, records: Path) -> None:
 
 def _blocked(session: Session) -> str | None:
     """Why the machine cannot hold the run, asked before anything is allocated."""
+    on_gpu = session.on.device.type == "cuda"
     operators = session.on.operators()
-    if session.on.device.type != "cuda":
-        own = sorted(filter(None, (getattr(getattr(operators, name), "backend", None) for name in _OPERATORS)))
-        return f"{own[0]} kernels need a CUDA device, and there is none here" if own else None
+    own = sorted(set(filter(None, (getattr(getattr(operators, name), "backend", None) for name in _OPERATORS))))
+    if own and not on_gpu:
+        return f"{own[0]} kernels need a CUDA device, and there is none here"
+    if on_gpu and {"cuda", "fastest"} & set(own) and (why := native.missing(session.on.device)):
+        return why
     need, total = session.memory.least, session.total_memory()
     if need <= total:
         return None
-    estimate = f"the run is estimated to need {need / _GIB:.0f} GiB of GPU memory"
+    estimate = f"the run is estimated to need {need / _GIB:.0f} GiB of {'GPU ' * on_gpu}memory"
     return f"{estimate}, and here are {total / _GIB:.0f} GiB"
 
 

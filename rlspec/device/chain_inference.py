@@ -42,8 +42,8 @@ class InferenceDecoder(Decoder):
 class Walk:
     """What one run through the columns gave: by (sample, position) the log-prob of the next token, and what was asked.
 
-    `logits`: of wanted tokens. `written`: [layer] -> keys and values by sample, as the model made them. `last`: per
-    layer and sample query and result of attention of the sample's last call.
+    `logits`: of wanted tokens. `written`: (layer, sample, node) -> keys or values call by call, as the model made
+    them. `last`: (layer, sample, node) -> query or result of attention of the sample's last token.
     """
 
     trace: Trace | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +66,10 @@ class Session:
         print(f"at {name}", flush=True)
 
     def total_memory(self) -> int:
-        """Bytes of the GPU."""
-        return int(torch.cuda.get_device_properties(self.on.device).total_memory)
+        """Bytes of the GPU, or of the machine."""
+        if self.on.device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self.on.device).total_memory)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def alone(self) -> Cell:
         """One sample a call: the smallest graphs."""

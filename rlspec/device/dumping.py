@@ -112,7 +112,7 @@ class Dump:
             "top_p": 1.0,
             "processed": "raw" if self.temperature == 1 else "processed",
             "weights": self.weights,
-            "head_dtype": self.head_dtype,
+            **({"head_dtype": self.head_dtype} if self.head_dtype else {}),  # only where it was looked at
         }
 
     # Weights

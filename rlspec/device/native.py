@@ -19,7 +19,7 @@ outlive it as torch's own do. Kernels (`__global__`) live in `namespace rlspec`:
 held against that name.
 
 Each source includes csrc/launch.cuh, which gives the names of errors, `RLSPEC_TRY`, and a TMA descriptor encoder that
-needs no libcuda when linking. A launcher ends with `return cudaGetLastError();`.
+needs no libcuda when linking. A launcher returns the first error it meets, that of the launch itself too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Library:
         """Launch on the current stream of the tensors' device; see the head of the module.
 
         Raises ValueError without a CUDA tensor, for tensors on different devices and for an unknown launcher or dtype,
-        nvcc.Unavailable for a GPU older than Hopper, RunError for what the launcher returns.
+        nvcc.Unavailable for a GPU that is not Hopper, RunError for what the launcher returns.
         """
         device = _device_of(launcher, arguments)
         with torch.cuda.device(device):

@@ -113,9 +113,9 @@ class _Cell:
         self.candidate = resolve(self.operator, self.on.implementation_of(self.operator))
         self.backend = getattr(self.candidate, "backend", None)
         interpreted = os.environ.get("TRITON_INTERPRET") == "1" and self.backend == "triton"
-        if self.backend in ("triton", "cuda") and self.on.device.type != "cuda" and not interpreted:
+        if self.backend in nodes.OWN_KERNELS and self.on.device.type != "cuda" and not interpreted:
             self.blocked = f"{self.backend} kernels need a CUDA device, and there is none here"
-        elif self.on.implementation_of(self.operator) == "cuda":
+        elif self.on.implementation_of(self.operator) in ("cuda", "fastest"):
             self.blocked = native.missing(self.on.device)
         here = self.on.device.type
         self.layouts = tuple(one for one in layouts.of(self.tier) if not nodes.left_out(one, here))

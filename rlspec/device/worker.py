@@ -1,4 +1,4 @@
-"""Entry of the run files: finds its arm in plan.json, sets what makes runs repeat, trains, judges operators, or a whole model."""
+"""Entry of the run files: finds its arm in plan.json, sets what makes runs repeat, trains or runs what is judged."""
 
 from __future__ import annotations
 

@@ -58,6 +58,11 @@ def _forward(
     whole = bench._table([(0, 0, LENGTH, 0, LENGTH)], device)
     want = cuda.forward(q, k, v, whole, **options)
     yield f"{tag}: repeats", _same(want, cuda.forward(q, k, v, whole, **options)), ""
+    longer = cuda.forward(q, k, v, whole, max_query=LENGTH - 90, **options)
+    good = all(
+        bool(x[:, -90:].isnan().all()) and _same([x[:, :-90]], [y[:, :-90]]) for x, y in zip(longer, want, strict=True)
+    )
+    yield f"{tag}: more than promised is NaN", good, ""
     yield f"{tag}: another stream", _same(want, _elsewhere(lambda: cuda.forward(q, k, v, whole, **options))), ""
     yield f"{tag}: equals triton", *_differences(want, triton.forward(q, k, v, whole, **options))
     if heads <= 8:  # the exact formula takes a matrix of scores a head

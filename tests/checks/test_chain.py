@@ -224,6 +224,16 @@ def test_a_part_that_raised_ends_its_own_judgments_alone():
     assert said(judged(found)["gradient_invariance", "BN/packed"]) == ("FAIL", "red_no_backward")
 
 
+def test_nothing_is_green_that_nobody_looked_at():
+    found = measured()
+    for phase in found["phases"]:
+        if phase["name"] in ("inference", "provenance"):
+            phase["error"] = {"message": "ValueError: no", "tail": ["t"], "no_backward": False}
+    made = judged(found)
+    assert {said(one) for one in made.values()} == {("ERROR", "red_provenance")}
+    assert "what ran was not seen" in made["forward_invariance", "BN/packed"].reason
+
+
 def test_an_arm_that_left_nothing():
     made = chain.parse(spec())
     result = Result(arm=made.arms[0], records=Path("r"), failure="exit code 1")

@@ -10,7 +10,7 @@ import torch
 
 from rlspec import catalog, chain_records, contract
 from rlspec.checks import chain
-from rlspec.device import chain_bench, chain_faults, chain_harness, chain_training, weights
+from rlspec.device import chain_bench, chain_faults, chain_harness, chain_session, chain_training, weights
 from rlspec.device.architecture import read
 from rlspec.device.decoder import Decoder
 from rlspec.device.operators import Operators
@@ -112,6 +112,13 @@ def test_too_little_memory_is_blocked_with_the_estimate(monkeypatch, tmp_path):
     found = run(on, tmp_path)
     assert found["run"]["blocked"] == "the run is estimated to need 78 GiB of GPU memory, and here are 40 GiB"
     assert not found["phases"]
+
+
+def test_too_little_memory_of_the_machine_is_blocked_too(monkeypatch, tmp_path):
+    sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 6 << 18}
+    monkeypatch.setattr(chain_session.os, "sysconf", sizes.get)
+    found = run(bench({"implementation": "canonical"}, model="qwen3-8b", workload="ws1-chain"), tmp_path)
+    assert found["run"]["blocked"] == "the run is estimated to need 78 GiB of memory, and here are 6 GiB"
 
 
 def test_kernels_without_their_device_are_blocked(tmp_path):

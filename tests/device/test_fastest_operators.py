@@ -67,6 +67,13 @@ def test_kernels_of_either_family_are_its_own(seen):
     assert "no fastest kernel was launched" in fallbacks.fallback("fastest", {**whole, "triton": [], "native": []})
 
 
+@pytest.mark.parametrize(("backend", "other"), [("cuda", "triton"), ("triton", "native")])
+def test_a_family_may_not_launch_kernels_of_the_other(backend, other):
+    whole = {"triton": ["mine"], "native": ["mine"], "torch": [], "profiled": None, "calls_without_launch": 0}
+    assert "a kernel of the other backend" in fallbacks.fallback(backend, whole)
+    assert fallbacks.fallback(backend, {**whole, other: []}) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_bits_are_those_of_triton():

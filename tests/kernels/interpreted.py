@@ -103,7 +103,7 @@ def _outcomes(path: Path) -> dict[str, str | None]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", str(path)]
+        words = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"--junitxml={report}", str(path)]
         done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert report.exists(), done.stdout + done.stderr
         cases = list(ElementTree.parse(report).iter("testcase"))
