@@ -25,13 +25,7 @@ constexpr int LANES = 256, COLUMNS = 8, TILE = LANES * COLUMNS;
 constexpr int SPAN = 32768;
 template <typename T>
 constexpr int AHEAD = 8 / sizeof(T);  // tiles whose loads are in flight
-#ifndef LOG_PACKS
-#define LOG_PACKS 4
-#endif
-#ifndef GRAD_THREADS
-#define GRAD_THREADS 256
-#endif
-constexpr int PACKS = LOG_PACKS;  // of the gradient: loads of a thread that are in flight together
+constexpr int GRAD_THREADS = 128, PACKS = 8;  // of the gradient; a thread's PACKS loads are in flight together
 constexpr float LOG2E = 1.4426950408889634f;
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
@@ -119,27 +113,27 @@ __device__ __forceinline__ State read(T const* x, int64_t first, int64_t last) {
     float value[COLUMNS];
     int tile = 0;
     if constexpr (PACKED) {
-        constexpr int ahead_of = AHEAD<T>;
-        Chunk<T> ahead[ahead_of];
+        constexpr int flight = AHEAD<T>;
+        Chunk<T> ahead[flight];
 #pragma unroll
-        for (int i = 0; i < ahead_of; ++i) {
+        for (int i = 0; i < flight; ++i) {
             if (i < whole) ahead[i].read(own + int64_t(i) * TILE);
         }
-        T const* next = own + ahead_of * TILE;
-        for (; tile + 2 * ahead_of <= whole; tile += ahead_of, next += ahead_of * TILE) {
+        T const* next = own + flight * TILE;
+        for (; tile + 2 * flight <= whole; tile += flight, next += flight * TILE) {
 #pragma unroll
-            for (int i = 0; i < ahead_of; ++i) {
+            for (int i = 0; i < flight; ++i) {
                 ahead[i].widened(value);
                 ahead[i].read(next + i * TILE);
                 take(state, value);
             }
         }
-        for (; tile < whole; tile += ahead_of) {
+        for (; tile < whole; tile += flight) {
 #pragma unroll
-            for (int i = 0; i < ahead_of; ++i) {
+            for (int i = 0; i < flight; ++i) {
                 if (tile + i >= whole) break;
                 ahead[i].widened(value);
-                if (tile + i + ahead_of < whole) ahead[i].read(own + int64_t(tile + i + ahead_of) * TILE);
+                if (tile + i + flight < whole) ahead[i].read(own + int64_t(tile + i + flight) * TILE);
                 take(state, value);
             }
         }

@@ -21,16 +21,13 @@
 namespace rlspec {
 
 constexpr int GROUP = 16;
-constexpr size_t MOST_SHARED = 200 * 1024;
+constexpr int TIMES_OF_SHORT = 2;
 
 // How many blocks should fit on a multiprocessor, from the threads that there should be for numbers of 16 bits.
 constexpr int resident(int threads, size_t size, int most) {
     int const blocks = threads * 2 / int(size) / most;
     return blocks < 1 ? 1 : blocks;
 }
-#ifndef TIMES_OF_SHORT
-#define TIMES_OF_SHORT 2
-#endif
 
 // How the row of a block is dealt: vec · lanes · warps · rounds = block, all of them powers of two. across = lanes · warps.
 struct Spread {
@@ -373,84 +370,69 @@ __device__ __forceinline__ void join_warps(float* to, float* joined, int width, 
     }
 }
 
-// Rows come through shared memory, STAGES - 1 ahead; each thread reads what it has asked for itself.
-constexpr int STAGES = 3;
-
-__device__ __forceinline__ void copy_ahead(void* to, void const* from, bool there) {
-    uint32_t const at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-
-template <typename T, int ROUNDS, int THREADS>
+// ONE: there is one set, so no partial sums are joined within a thread.
+template <typename T, int ROUNDS, int THREADS, bool ONE>
 __global__ void __launch_bounds__(THREADS, resident(512, sizeof(T), THREADS))
     norm_block_sums(Listed<T> list, float* sums, int width, float eps, float per_width, Spread spread,
                     Partials partials) {
     constexpr int N = 16 / sizeof(T);
-    extern __shared__ uint4 held[];  // [STAGES][x, dy][ROUNDS][threads], then [warp_rows][block] to join warps
+    extern __shared__ float joined[];
     __shared__ float parts[2][32];
     __shared__ int named[GROUP];
     list.name(named);
     Place const place(spread, partials);
     int const step = spread.lanes * spread.warps * N, all = GROUP * list.heads, side = partials.partial / partials.deep;
     bool const counted = place.own < partials.partial;
-    auto const slot = [&](int stage, int which, int r) {
-        return reinterpret_cast<Pack<T, N>*>(held + ((stage * 2 + which) * ROUNDS + r) * blockDim.x + threadIdx.x);
-    };
-    int next_set = 0, next_first = 0, next_stage = 0;
-    auto const fetch = [&]() {
-        while (next_first >= all && next_set + 1 < partials.deep) next_first = ++next_set * side;
-        if (next_first < all) {
-            auto const row = list.at(named, next_first + place.own, counted);
+    Pack<T, N> value[ROUNDS], upstream[ROUNDS], next_value[ROUNDS], next_upstream[ROUNDS];
+    bool live, next_live;
+    float dead, next_dead;
+    auto const fetch = [&](int first) {
+        auto const row = list.at(named, first + place.own, counted);
+        next_live = row.live;
+        next_dead = row.dead;
 #pragma unroll
-            for (int r = 0; r < ROUNDS; ++r) {
-                int const column = place.along * N + r * step;
-                bool const there = row.live && column < width;
-                copy_ahead(slot(next_stage, 0, r), row.value + (there ? column : 0), there);
-                copy_ahead(slot(next_stage, 1, r), row.upstream + (there ? column : 0), there);
-            }
-            next_first += partials.partial;
+        for (int r = 0; r < ROUNDS; ++r) {
+            next_value[r] = take<N>(row.value, place.along * N + r * step, row.live ? width : 0);
+            next_upstream[r] = take<N>(row.upstream, place.along * N + r * step, row.live ? width : 0);
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
-        next_stage = next_stage + 1 == STAGES ? 0 : next_stage + 1;
     };
-#pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) fetch();
     float total[ROUNDS][N];
-    int flip = 0, stage = 0;
-#pragma unroll 1
-    for (int set = 0; set < partials.deep; ++set) {
+    int flip = 0;
+    fetch(0);
+    for (int set = 0; set < (ONE ? 1 : partials.deep); ++set) {
         float acc[ROUNDS][N] = {};
 #pragma unroll 1
         for (int first = set * side; first < all; first += partials.partial, flip ^= 1) {
-            asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-            Pack<T, N> value[ROUNDS], upstream[ROUNDS];
 #pragma unroll
             for (int r = 0; r < ROUNDS; ++r) {
-                value[r] = *slot(stage, 0, r);
-                upstream[r] = *slot(stage, 1, r);
+                value[r] = next_value[r];
+                upstream[r] = next_upstream[r];
             }
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
-            fetch();
-            auto const row = list.at(named, first + place.own, counted);
+            live = next_live;
+            dead = next_dead;
+            int const after = first + partials.partial;
+            fetch(ONE || after < all ? after : (set + 1) * side);  // past the end there are zero rows, which are not read
             float const scale = root(join<(ROUNDS > 1)>(squares(value), spread, parts[flip]), eps, per_width);
 #pragma unroll
             for (int r = 0; r < ROUNDS; ++r) {
                 keep_narrow(value[r]);
 #pragma unroll
                 for (int n = 0; n < N; ++n) {
-                    float const term = __fmul_rn(upstream[r].get(n), __fmul_rn(value[r].get(n), scale));
-                    acc[r][n] = __fadd_rn(acc[r][n], row.live ? term : row.dead);
+                    float const normed = __fmul_rn(value[r].get(n), scale);
+                    float const term = __fmul_rn(upstream[r].get(n), normed);
+                    acc[r][n] = __fadd_rn(acc[r][n], live ? term : dead);
                 }
             }
         }
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r) {
 #pragma unroll
-            for (int n = 0; n < N; ++n) total[r][n] = set == 0 ? acc[r][n] : __fadd_rn(total[r][n], acc[r][n]);
+            for (int n = 0; n < N; ++n) {
+                total[r][n] = ONE || set == 0 ? acc[r][n] : __fadd_rn(total[r][n], acc[r][n]);
+            }
         }
     }
     float* const to = sums + int64_t(blockIdx.x) * width;
-    float* const joined = reinterpret_cast<float*>(held + STAGES * 2 * ROUNDS * blockDim.x);
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
 #pragma unroll
@@ -671,22 +653,23 @@ int rms_norm_block_sums(void const* x, void const* dy, int32_t const* table, flo
         Partials const partials{rows, rows / (lane_rows * warp_rows), lane_rows, warp_rows};
         Listed<T> const list{{(T const*)x, x_outer, x_inner}, {(T const*)dy, dy_outer, dy_inner}, table, int(positions),
                              int(heads)};
-        auto const launch = [&](auto kernel, size_t stages) -> int {
-            size_t const shared = stages + (warp_rows > 1 ? sizeof(float) * warp_rows * block : 0);
-            RLSPEC_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
+        auto const launch = [&](auto kernel) {
+            size_t const shared = warp_rows > 1 ? sizeof(float) * warp_rows * block : 0;
             kernel<<<unsigned(blocks), warps * 32, shared, stream>>>(list, sums, int(width), eps, 1.0f / float(width),
                                                                      spread, partials);
-            return cudaGetLastError();
         };
-        size_t const stages = size_t(STAGES) * 2 * spread.rounds * warps * 32 * 16;
-        bool const whole = vec == N && packed(list.x, width) && packed(list.dy, width) && stages <= MOST_SHARED;
-        int code = 0;
+        bool const whole = vec == N && packed(list.x, width) && packed(list.dy, width);
         if (!whole || !with_rounds<T>(spread, [&](auto rounds, auto most) {
-                code = launch(norm_block_sums<T, rounds, most>, stages);
+                constexpr bool full = rounds * N == 32;  // rows so wide that there is one set
+                if (full && partials.deep > 1) {
+                    launch(norm_block_sums_any<T>);
+                } else {
+                    launch(norm_block_sums<T, rounds, most, full>);
+                }
             })) {
-            code = launch(norm_block_sums_any<T>, 0);
+            launch(norm_block_sums_any<T>);
         }
-        return code;
+        return int(cudaGetLastError());
     });
 }
 

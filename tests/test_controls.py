@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SPECS = ROOT / "specs"
-# Those of operators and of engines have tests of their own.
-KNOWN = sorted(p for p in (SPECS / "controls").rglob("*.yaml") if not {"operators", "engines"} & set(p.parts))
+# Those of operators, of whole models and of engines have tests of their own.
+KNOWN = sorted(p for p in (SPECS / "controls").rglob("*.yaml") if not {"operators", "chain", "engines"} & set(p.parts))
 # tests/device/test_mesh.py trains on every mesh and plants its faults, in fewer processes.
 SLOW_CONTROLS = ("gradient-norm-of-one-stage", "local-token-count-cp2")
 SLOW = [SPECS / "correctness" / f"tiny-{name}.yaml" for name in ("dense-pp2", "dense-cp2", "moe-ep2", "moe-pp2-ep2")]
