@@ -612,7 +612,8 @@ def test_a_cpu_run_has_one_thread_unless_it_is_told_otherwise(environment, threa
         torch.set_num_threads(1)
 
 
-PLAIN = ("errors", "workloads", "layouts", "nodes", "chains", "token_files", "nvcc")  # plain data and integers, of the standard library alone
+# Plain data, integers and processes, of the standard library alone.
+PLAIN = ("errors", "workloads", "layouts", "nodes", "chains", "token_files", "nvcc")
 
 
 def test_the_device_column_imports_nothing_of_the_host():
