@@ -12,7 +12,8 @@ from rlspec import judging
 from rlspec.errors import RunError
 
 FOLDER = Path(__file__).parents[1] / "specs" / "chain" / "evidence"
-FILES = sorted(FOLDER.glob("*.json.gz"))
+NAMES = ("qwen3-8b-backends", "qwen3-8b-long")
+FILES = [FOLDER / f"{name}.json.gz" for name in NAMES]
 
 
 def again(path):
@@ -24,11 +25,15 @@ def verdicts(report):
     return [(one["judgment"], one["subject"], one["status"]) for one in report["verdicts"]]
 
 
+def test_every_file_is_told_of():
+    assert {path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.gz")} == set(NAMES)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_the_verdicts_are_derived_again(path):
     given = json.loads(gzip.decompress(path.read_bytes()))
     assert verdicts(again(path)) == verdicts(given)
-    assert given["counts"]["judged"] == given["counts"]["expected"] > 50
+    assert given["counts"]["judged"] == given["counts"]["expected"] >= 36
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -18,6 +18,8 @@ OUTCOMES = {
     "wide-torch": {"PASS": 83, "FAIL": 39},
     "ws1-triton": {"PASS": 92, "N/A": 8},
     "wide-triton": {"PASS": 158, "N/A": 12},
+    "wide-cuda": {"PASS": 158, "N/A": 12},
+    "ws1-backends": {"PASS": 184, "N/A": 16},
     "wide-moe-torch": {"PASS": 13, "FAIL": 23},
     "wide-moe-triton": {"PASS": 36},
 }
