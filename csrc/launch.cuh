@@ -1,7 +1,7 @@
 // What every launcher needs: the names of errors, one way to pass them on, and descriptors for the copy engine (TMA).
 //
 // A launcher is extern "C", takes pointers, int64_t sizes, float numbers and at its end a stream, checks every code that
-// CUDA returns with RLSPEC_TRY, and ends with `return cudaGetLastError();`. rlspec/device/native.py calls it.
+// CUDA returns with RLSPEC_TRY, and returns the error of its launches. rlspec/device/native.py calls it.
 // Kernels live in namespace rlspec.
 
 #pragma once

@@ -124,8 +124,8 @@ def explain(name: str, near: Path) -> str:
         return f"{name.upper()}: {rule.title}\n\n{why}\n\n  refused\n{bad}\n\n  better\n{good}"
     if "/" in name:
         return "\n\n".join(_row(row) for row in _rows(name, near))
-    if name in cells.MEANING:
-        said = f"{name}: a cell of an operator spec, {cells.CATEGORIES[name]}: {cells.MEANING[name]}"
+    if (category := name.replace(" ", "_")) in cells.MEANING:
+        said = f"{category}: what a cell came out as, {cells.CATEGORIES[category]}: {cells.MEANING[category]}"
         return textwrap.fill(said, 78)
     if name in ENGINES:
         return "\n\n".join([f"{name}: {ENGINES[name].about}; package {ENGINES[name].package}",
@@ -142,7 +142,8 @@ def explain(name: str, near: Path) -> str:
     meant = f"did you mean {close!r}? " if close else ""
     raise SpecError(
         f"nothing is called {name!r}; {meant}known are lint rules such as {min(RULES)}, "
-        f"the judgments {', '.join(JUDGMENTS)}, the contracts {', '.join(contracts)} and rows such as training/drift"
+        f"the judgments {', '.join(JUDGMENTS)}, the contracts {', '.join(contracts)} and rows such as training/drift, "
+        f"the engines {', '.join(ENGINES)}, and categories of cells such as red_verdict"
     )
 
 

@@ -68,7 +68,11 @@ def verify(folder: str | Path, pins: Mapping[str, Any]) -> None:
         elif size != pin["bytes"]:
             problems.append(f"{name} has {size} bytes, not {pin['bytes']}")
     index = _sha256(folder / INDEX) if (folder / INDEX).is_file() else None
-    if index != pins["index_sha256"]:
+    if index is None and pins["index_sha256"]:
+        problems.append(f"{INDEX} is missing")
+    elif index and not pins["index_sha256"]:
+        problems.append(f"{INDEX} is there, and none is pinned")
+    elif index != pins["index_sha256"]:
         problems.append(f"{INDEX} has the SHA-256 {index}, not {pins['index_sha256']}")
     refuse(folder, problems)  # what is cheap to see, before all is hashed
     found = measure(folder)
