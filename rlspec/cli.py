@@ -615,7 +615,7 @@ def prepare(folder: Path, texts: tuple[Path, ...], tokenizer: str, end: str | No
 @main.command()
 @click.argument("paths", nargs=-1, type=PATHS)
 def doctor(paths: tuple[Path, ...]) -> None:
-    """Show what this machine can run.
+    """Show what this machine has, and what specs would miss.
 
     With PATHS, also which of the specs there would be BLOCKED, and why.
     """

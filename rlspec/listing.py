@@ -184,4 +184,4 @@ def _prospects(document: Document) -> str:
     spec = CHECKS[document.data["kind"]].parse(document)
     if reasons := chain.unmet(spec) if spec.chain else machine.unmet(spec.requires):
         return f"BLOCKED: {'; '.join(reasons)}"
-    return "can run: this machine meets what it requires" if spec.requires else "can run: it requires nothing special"
+    return "not BLOCKED: this machine has what it requires" if spec.requires else "not BLOCKED: it requires nothing"

@@ -119,7 +119,7 @@ def test_doctor_says_what_is_here_and_which_specs_would_be_blocked(here, monkeyp
     lines = rlspec("doctor", ".").out.splitlines()[-4:]
     assert lines[0] == "a/spec.yaml: BLOCKED: program 'no-such-program' is not on PATH"
     assert lines[1] == "b/spec.yaml: BLOCKED: program 'srun' is not on PATH"
-    assert lines[2].startswith("c/spec.yaml: can run") and "rlspec lint d.yaml" in lines[3]
+    assert lines[2].startswith("c/spec.yaml: not BLOCKED") and "rlspec lint d.yaml" in lines[3]
 
 
 def test_doctor_of_a_path_that_is_not_there(here):
