@@ -4,6 +4,9 @@
 (tensor -> dtype, shape, first and last byte), then the bytes, little-endian, without gaps.
 Format: https://huggingface.co/docs/safetensors.
 
+`python -m rlspec.device.weight_files FOLDER` prints the pins of files that you trust, as
+`specs/models/pins/NAME.yaml` holds them.
+
 Everything that is wrong is a ValueError that names folder, file and tensor. Nothing is downloaded, and files are mapped
 into memory: nothing is allocated for them.
 """
@@ -14,6 +17,7 @@ import hashlib
 import json
 import math
 import mmap
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,6 +56,14 @@ def content_hash(shards: Mapping[str, Mapping[str, Any]]) -> str:
     """SHA-256 over the sorted lines "file TAB sha256 TAB bytes NEWLINE"."""
     lines = sorted(f"{name}\t{pin['sha256']}\t{pin['bytes']}\n" for name, pin in shards.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def written(pins: Mapping[str, Any]) -> str:
+    """Pins as a file of `specs/models/pins/` holds them."""
+    lines = [f"index_sha256: {pins['index_sha256'] or 'null'}", "shards:"]
+    for name, pin in pins["shards"].items():
+        lines += [f"  {name}:", f"    sha256: {pin['sha256']}", f"    bytes: {pin['bytes']}"]
+    return "\n".join([*lines, f"content_hash: {pins['content_hash']}"]) + "\n"
 
 
 def verify(folder: str | Path, pins: Mapping[str, Any]) -> None:
@@ -202,3 +214,12 @@ class Files:
         file, dtype, shape, start = self.entries[name]
         flat = torch.frombuffer(self.maps[file], dtype=dtype, count=math.prod(shape), offset=start)
         return flat.view(shape)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m rlspec.device.weight_files FOLDER")
+    try:
+        print(written(measure(sys.argv[1])), end="")
+    except ValueError as error:
+        sys.exit(f"error: {error}")

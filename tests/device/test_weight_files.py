@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from rlspec.device.architecture import read
 from rlspec.device.weight_files import INDEX, SINGLE
 from tests.device.test_decoder import QWEN3_8B
 
-PINS = Path(__file__).parents[2] / "specs/models/pins"
+ROOT = Path(__file__).parents[2]
+PINS = ROOT / "specs/models/pins"
 CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int8: "I8"}
 
 
@@ -95,6 +98,20 @@ def test_a_flipped_bit_is_found(tmp_path):
     (tmp_path / SECOND).write_bytes(raw)
     with pytest.raises(ValueError, match=f"{SECOND} has the SHA-256 .*, not .*; the content hash is"):
         weight_files.verify(tmp_path, pins)
+
+
+def test_pins_that_are_written_are_read_again(tmp_path):
+    for tensors in ((A,), (A, B)):
+        folder = tmp_path / str(len(tensors))
+        folder.mkdir()
+        pins = write(folder, *tensors)
+        command = [sys.executable, "-m", "rlspec.device.weight_files", str(folder)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        weight_files.verify(folder, yaml.safe_load(done.stdout))
+        assert yaml.safe_load(done.stdout)["shards"] == pins["shards"]
+    done = subprocess.run([*command[:-1], str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "is missing" in done.stderr
 
 
 def test_another_index_is_found(tmp_path):
