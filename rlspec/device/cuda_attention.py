@@ -14,29 +14,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlspec.device import native
+from rlspec.kernels.attention import SCHEDULE, Schedule  # where splits end is one contract
 
-KEYS = 64  # keys a block, part of the contract
 WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 BUSY = 128  # with fewer tiles than this (in decode: 16 times as many), the splits of a row are tiles of their own
-
-
-class Schedule(NamedTuple):
-    """Borders between splits: every `early` keys up to position `change`, every `late` keys after it."""
-
-    early: int
-    change: int
-    late: int
-
-    def count(self, keys: int) -> int:
-        """How many splits `keys` keys have."""
-        last = keys - 1
-        if last < self.change:
-            return last // self.early + 1
-        return self.change // self.early + (last - self.change) // self.late + 1
-
-
-SCHEDULE = Schedule(512, 4096, 1024)
 
 
 class _Cache(NamedTuple):

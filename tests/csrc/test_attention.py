@@ -59,7 +59,9 @@ def test_exponentials_run_while_products_are_in_flight() -> None:
 
 
 def test_the_contract_is_that_of_triton() -> None:
-    assert (cuda.KEYS, cuda.SCHEDULE) == (in_triton.KEYS, in_triton.SCHEDULE)
+    assert cuda.SCHEDULE is in_triton.SCHEDULE
+    source = Path(__file__).parents[2] / "csrc" / "attention.cuh"
+    assert f"constexpr int KEYS = {in_triton.KEYS};" in source.read_text(encoding="utf-8")
     for name in ("forward", "paged", "backward", "attention"):
         ours, theirs = (getattr(module, name).__annotations__ for module in (cuda, in_triton))
         assert ours == theirs, name
