@@ -72,7 +72,7 @@ _PRODUCTS = {"grouped_gemm": ("gate_up", "down")}
 
 def implemented(operator: str) -> tuple[str, ...]:
     """The implementations of the catalogue that have the operator."""
-    return tuple(name for name in IMPLEMENTATIONS if not (name in ("cuda", "fastest") and NODES[operator].experts))
+    return tuple(name for name in IMPLEMENTATIONS if not (name == "cuda" and NODES[operator].experts))
 
 
 def implementation_of(operator: str, given: str | Mapping[str, str] | None) -> str:

@@ -130,6 +130,12 @@ def operators(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         elif nodes.NODES[name].experts and "experts" not in entry:
             message = f"operator {name} belongs to a mixture of experts, and {data['model']} is dense"
             yield common.at(document, f"/operators/{index}", "RL315", message, "leave it out, or name another model")
+    if "operators" not in data and "experts" in entry:
+        for name, node in nodes.NODES.items():
+            if node.experts and (problem := _lacking(data, name)):
+                hint = "name the operators: that are to be judged"
+                yield common.at(document, "/arms", "RL312", f"{problem}, which {data['model']} needs", hint)
+                return
 
 
 def _lacking(data: dict[str, Any], operator: str) -> str:

@@ -2,13 +2,15 @@
 
 The two have the same bits, so the choice may follow the shape. It rests on `tests/bench/results/kernels-*.md`: products
 of few rows and of the layers o and down go to Triton, of more rows and of the wider layers to CUDA; prefill and decode
-of few samples to CUDA, decode of many to Triton. What is nearly level stays with Triton.
+of few samples to CUDA, decode of many to Triton, sums of an embedding's gradient to CUDA. What is nearly level stays
+with Triton, and so do the operators of experts, which it alone has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 from torch import Tensor
@@ -72,3 +74,19 @@ lm_head = OPERATORS["lm_head"]
 logprob = OPERATORS["logprob"]
 batch_invariant_logprob = OPERATORS["batch_invariant_logprob"]
 linear_logprob = OPERATORS["linear_logprob"]
+
+
+def _renamed(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """One of Triton's operators with all that it promises, under this implementation's name."""
+
+    @wraps(operator)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return operator(*arguments, **options)
+
+    call.backend = KERNELS.backend  # type: ignore[attr-defined]
+    return call
+
+
+router = _renamed(triton.router)
+grouped_gemm = _renamed(triton.grouped_gemm)
+combine = _renamed(triton.combine)

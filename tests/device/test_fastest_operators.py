@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlspec import fallbacks, nodes
+from rlspec import fallbacks
 from rlspec.device import cuda_operators, fastest_operators, triton_operators
 from rlspec.device.operators import CATALOGUE, Operators, Segment, Segments
 
@@ -54,10 +54,10 @@ def test_the_choice_is_made_at_each_call(monkeypatch):
 
 
 def test_it_has_what_both_families_have_and_declares_itself():
-    for operator in CATALOGUE:
-        assert ("fastest" in CATALOGUE[operator]) is not nodes.NODES[operator].experts
-    operators = Operators("fastest", default="fastest")
-    assert operators.det_gemm.backend == "fastest" and operators.attention.forward and operators.qk_norm
+    operators = Operators("fastest")
+    assert {getattr(operators, operator).backend for operator in CATALOGUE} == {"fastest"}
+    assert operators.attention.forward and operators.router.statistics and operators.grouped_gemm.weight_gradient
+    assert Operators("triton").router.backend == "triton"
 
 
 @pytest.mark.parametrize("seen", [{"triton": ["_tiles"]}, {"native": ["det_gemm"]}])
