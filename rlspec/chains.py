@@ -156,7 +156,7 @@ def cells(chain: Chain, names: Sequence[str] = ()) -> tuple[Cell, ...]:
     if short := [sample.id for sample in tier.samples if sample.first or not 0 < sample.prompt < sample.length]:
         raise ValueError(f"sample {short[0]} needs a prompt, active tokens behind it, and all queries")
     wanted = names or chain.cells or tuple(name for name in CELLS if name != ONLY_GRADIENTS or chain.micro_batches)
-    made = [Cell(name=CANONICAL, layout=_layout(tier, CANONICAL, _rows(tier)))]
+    made = [Cell(name=CANONICAL, layout=Layout(name=CANONICAL, calls=tuple(_rows(tier))))]
     made += [_cell(chain, name) for name in CELLS if name in wanted]
     seen: dict[str, str] = {}
     for cell in made:
@@ -186,11 +186,8 @@ def _cell(chain: Chain, name: str) -> Cell:
         calls = [_call(tier, [[index] for index in batch]) for batch in _batches(chain)]
     else:
         calls = _rows(tier)
-    return Cell(name=name, layout=_layout(tier, name, calls), chunk=tier.chunk if name.endswith("chunked") else 0)
-
-
-def _layout(tier: Tier, name: str, calls: Sequence[Call]) -> Layout:
-    return Layout(name=name, calls=tuple(calls))
+    chunk = tier.chunk if name.endswith("chunked") else 0
+    return Cell(name=name, layout=Layout(name=name, calls=tuple(calls)), chunk=chunk)
 
 
 def _rows(tier: Tier) -> list[Call]:

@@ -9,7 +9,6 @@ or with another digest, is built again.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import fcntl
 import functools
@@ -20,7 +19,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +32,6 @@ FLAGS = (
     *("-O3", "-std=c++17", "-lineinfo", "-shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v"),
     f"-gencode=arch=compute_{ARCHITECTURE.removeprefix('sm_')},code={ARCHITECTURE}",
 )
-JOBS = 2
 _PLACES = ("/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc")
 
 
@@ -110,13 +108,6 @@ def build(name: str) -> Object:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _locked(path.with_suffix(".lock")):
         return built(name) or _compile(name, path)
-
-
-def build_all(wanted: Iterable[str] | None = None) -> dict[str, Object]:
-    """The objects of these sources, or of all, `JOBS` at a time."""
-    chosen = names() if wanted is None else list(wanted)
-    with concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
-        return dict(zip(chosen, pool.map(build, chosen), strict=True))
 
 
 def usage(ptxas: str) -> dict[str, Usage]:

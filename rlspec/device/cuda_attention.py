@@ -7,27 +7,17 @@ promised; the bits are the same. Not here but there, and a ValueError: fp32, wid
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlspec.device import native
-from rlspec.kernels.attention import SCHEDULE, Schedule  # where splits end is one contract
+from rlspec.kernels.attention import SCHEDULE, Schedule, _bound, _Cache, _tag  # where splits end is one contract
 
 WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 BUSY = 128  # with fewer tiles than this (in decode: 16 times as many), the splits of a row are tiles of their own
-
-
-class _Cache(NamedTuple):
-    """Keys and values, and where they stand: rows of tokens, or (pages not None) pages of `page` tokens."""
-
-    key: Tensor
-    value: Tensor
-    pages: Tensor | None
-    page: int
 
 
 def forward(
@@ -247,14 +237,6 @@ def _check_cuda(query: Tensor) -> None:
         raise ValueError(f"attention runs on cuda; the query is on {query.device}")
 
 
-def _bound(name: str, bound: int | None, length: int) -> int:
-    if bound is None:
-        return length
-    if not 0 < bound <= length:
-        raise ValueError(f"{name} must lie in 1..{length}, not {bound}")
-    return bound
-
-
 def _aligned(x: Tensor) -> Tensor:
     # What the copy engine takes: rows of 16 bytes, steps of at least as much; else a copy.
     steps = _strides(x)
@@ -267,6 +249,3 @@ def _strides(x: Tensor) -> list[int]:
     """Of rows, tokens and heads; where there is only one of them, any step that fits."""
     return [step if size > 1 else x.shape[3] for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
 
-
-def _tag(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
