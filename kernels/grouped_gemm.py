@@ -141,9 +141,9 @@ def _one_tile(
     tl.store(out + places, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["offsets"])
+@triton.jit(do_not_specialize_on_alignment=["offsets"])
 def _tiles(
-    x, half, weight, out, offsets, experts_of, rows_of, most, columns, width,
+    x, half, weight, out, offsets, experts_of, rows_of, columns, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     ALONG: tl.constexpr, SWAP: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
@@ -161,9 +161,9 @@ def _tiles(
         _one_tile(x, weight, out, stop, e, m, n, columns, width, ROWS, COLUMNS, DEPTH, ALONG, SWAP)
 
 
-@triton.jit(do_not_specialize=["most"], do_not_specialize_on_alignment=["offsets"])
+@triton.jit(do_not_specialize_on_alignment=["offsets"])
 def _plain(
-    x, weight, out, offsets, experts_of, rows_of, most, columns, width, x_row, x_step, w_expert, w_column, w_step,
+    x, weight, out, offsets, experts_of, rows_of, columns, width, x_row, x_step, w_expert, w_column, w_step,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """As `_tiles`, any strides: out[m, n] = Σ_k x[m, k] · weight[e, n, k]."""
@@ -329,7 +329,7 @@ def _product(
     block = [1, tile.depth, tile.columns] if along else [1, tile.columns, tile.depth]
     rows = (_described(x, [tile.rows, tile.depth]), _described(x, [tile.rows // 2, tile.depth]))
     sizes = (tile.rows, tile.columns, tile.depth, along, tile.swap and not along, tile.half)
-    args = (*rows, _described(weight, block), out, offsets, *table, columns, width, *sizes)
+    args = (*rows, _described(weight, block), out, offsets, table.experts, table.rows, columns, width, *sizes)
     tiles = table.most * triton.cdiv(columns, tile.columns)
     return Launch(_tiles, (tiles,), args, {"num_warps": tile.warps, "num_stages": tile.stages})
 
@@ -339,7 +339,8 @@ def _plain_product(
 ) -> Launch:
     columns, width = out.shape[1], x.shape[1]
     strides = (*x.stride(), weight.stride(0), *(weight.stride()[:0:-1] if along else weight.stride()[1:]))
-    args = (x, weight, out, offsets, *table, columns, width, *strides, PLAIN.rows, PLAIN.columns, PLAIN.depth)
+    tile = (PLAIN.rows, PLAIN.columns, PLAIN.depth)
+    args = (x, weight, out, offsets, table.experts, table.rows, columns, width, *strides, *tile)
     tiles = table.most * triton.cdiv(columns, PLAIN.columns)
     return Launch(_plain, (tiles,), args, {"num_warps": PLAIN.warps, "num_stages": PLAIN.stages})
 

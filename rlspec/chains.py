@@ -115,7 +115,7 @@ class Sizes:
 def sizes(model: Mapping[str, Any]) -> Sizes:
     """From a model entry or a config.json. Raises ValueError for a family or a size that is not there."""
     if model.get("model_type", FAMILIES[0]) not in FAMILIES:
-        raise ValueError(f"it is of type {model['model_type']}; chains are run of {' and '.join(FAMILIES)}")
+        raise ValueError(f"it is of type {model['model_type']}; our decoder runs {' and '.join(FAMILIES)}")
     found = {ours: model.get(ours, model.get(theirs)) for ours, theirs in _NAMES.items()}
     experts = model.get("experts") or {}
     count = experts.get("count", model.get("num_experts", 0)) or 0

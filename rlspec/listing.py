@@ -116,7 +116,7 @@ _ROWS: dict[str, Callable[[Path], list[tuple[str, ...]]]] = {
 
 
 def explain(name: str, near: Path) -> str:
-    """A lint rule, a judgment, a contract row or a category of cells. Raises SpecError with the nearest names."""
+    """Of a rule, judgment, contract row, category of cells or listed name. Raises SpecError with the nearest names."""
     if name.upper() in RULES:
         rule = RULES[name.upper()]
         why = textwrap.fill(rule.why, 78)
@@ -138,12 +138,16 @@ def explain(name: str, near: Path) -> str:
     contracts = catalog.entries("contracts", near)
     if name in contracts:
         return "\n\n".join(_row(row) for row in contract.load(name, near).rows)
+    for what in ("models", "operators", "workloads", "trainers", "readers"):
+        for row in _ROWS[what](near):
+            if row[0] == name:
+                return textwrap.fill(f"{name}, of `rlspec list {what}`: {'; '.join(filter(None, row[1:]))}", 78)
     close = schema.nearest(name, [*JUDGMENTS, *contracts]) or schema.nearest(name.upper(), RULES)
     meant = f"did you mean {close!r}? " if close else ""
     raise SpecError(
         f"nothing is called {name!r}; {meant}known are lint rules such as {min(RULES)}, "
         f"the judgments {', '.join(JUDGMENTS)}, the contracts {', '.join(contracts)} and rows such as training/drift, "
-        f"the engines {', '.join(ENGINES)}, and categories of cells such as red_verdict"
+        f"the engines {', '.join(ENGINES)}, what `rlspec list` names, and categories of cells such as red_verdict"
     )
 
 

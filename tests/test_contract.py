@@ -323,7 +323,7 @@ def test_resolve_takes_any_name_of_a_dtype():
     assert rows.resolve("j", "*", "torch.bfloat16") is rows.resolve("j", "*", "bf16")
 
 
-@pytest.mark.parametrize("name", ["training", "ws1", "strict"])
+@pytest.mark.parametrize("name", ["training", "ws1", "strict", "det_gemm", "mllog", "qwen3-8b", "ws1-chain"])
 def test_explain_fits_80_columns(name):
     assert [line for line in listing.explain(name, HERE).splitlines() if len(line) > 80] == []
 
@@ -337,6 +337,10 @@ def test_explain_a_row():
         "  date: 2026-11-29",
     ]
     assert listing.explain("strict/forward_accuracy", HERE).count("source:") == 15
+
+
+def test_explain_what_lists_name():
+    assert listing.explain("qwen3-8b", HERE) == "qwen3-8b, of `rlspec list models`: dense; 36 layers, hidden 4096"
 
 
 def test_list_tells_what_zeros_get():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from rlspec import catalog, dlogp, engines, nodes, plan, schema, token_files
+from rlspec import catalog, chains, dlogp, engines, nodes, plan, schema, token_files
 from rlspec.checks import common
 from rlspec.contract import Contract
 from rlspec.engines import ENGINES
@@ -85,6 +85,22 @@ def _samples(document: Document, data: dict[str, Any], arms: dict[int, dict[str,
     if open_ and _generating(arms.values()) is None:
         hint = "give the rollout an engine with execution: generate, or each sample a response"
         yield common.at(document, "/tokens", "RL304", f"sample {open_[0]} has no response, and no arm generates", hint)
+    vocabulary = _vocabulary(document, data)
+    for one in streams:
+        if vocabulary is not None and (most := max((*one.prompt, *(one.response or ())))) >= vocabulary:
+            message = f"sample {one.sample}: token {most} is not below the vocabulary of {data['model']}, {vocabulary}"
+            yield common.at(document, "/tokens", "RL304", message, "tokens are those of the model that is scored")
+            return
+
+
+def _vocabulary(document: Document, data: dict[str, Any]) -> int | None:
+    """None where the spec names no model, or one that says nothing of it; what is wrong with it is said elsewhere."""
+    try:
+        model = catalog.whole(data["model"], document.path.parent) if "model" in data else {}
+    except SpecError:
+        return None
+    size = model.get("vocabulary_size", model.get("vocab_size"))
+    return size if isinstance(size, int) else None
 
 
 def engines_fit(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -130,10 +146,13 @@ def _weights(document: Document, data: dict[str, Any], index: int, arm: dict[str
 
 def _model(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     try:
-        catalog.whole(data["model"], document.path.parent)
+        chains.sizes(catalog.whole(data["model"], document.path.parent))
     except SpecError as error:
         message, hint = common.hinted(error)
         yield common.at(document, "/model", "RL201", message, hint)
+    except ValueError as error:
+        hint = "seeded weights are made for what our decoder runs; name a folder of weights for another"
+        yield common.at(document, "/model", "RL313", f"model {data['model']}: {error}", hint)
 
 
 def _settings(document: Document, index: int, arm: dict[str, Any]) -> Iterator[Problem]:
