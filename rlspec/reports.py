@@ -119,7 +119,7 @@ def _remarks(steps: Sequence[Step], states: Mapping[str, Mapping[str, Any]]) -> 
             where = f" at commit {step.commit[:12]}" if step.commit else ""
             said.append(f"{step.arm.name} runs what {base} runs{where}: this compares the code with itself")
     seen = {step.arm.name: (states.get(step.arm.name) or {}).get("observed") for step in steps}
-    surroundings = {name: _undeclared(one, steps) for name, one in seen.items() if one}
+    surroundings = {step.arm.name: _undeclared(one, step, steps) for step in steps if (one := seen[step.arm.name])}
     names = sorted({key for values in surroundings.values() for key in values})
     for key in names:
         values = {name: surroundings[name].get(key, "unset") for name in surroundings}
@@ -142,11 +142,14 @@ def _content(step: Step) -> str:
     return repr((step.commit, arm.implementation, sorted(arm.environment.items()), arm.perturb, arm.command))
 
 
-def _undeclared(observed: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, str]:
-    """Determinism-relevant variables that an arm saw and that no arm's `environment` declares."""
+def _undeclared(observed: Mapping[str, Any], own: Step, steps: Sequence[Step]) -> dict[str, str]:
+    """Determinism-relevant variables that an arm saw and that no arm's `environment` declares.
+
+    One that names a file of the arm itself, such as where NCCL dumps its traces, must differ and is left out.
+    """
     declared = {key for step in steps for key in step.arm.environment}
     found = observed.get("environment") or {}
-    return {key: str(value) for key, value in found.items() if key not in declared}
+    return {key: str(value) for key, value in found.items() if key not in declared and own.stem not in str(value)}
 
 
 def _arm_report(step: Step, state: Mapping[str, Any] | None) -> dict[str, Any]:

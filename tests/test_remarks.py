@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from tests.tiny import rlspec, training
+from tests.tiny import rlspec, save, training
 
 
 @pytest.fixture
@@ -77,3 +77,15 @@ def test_settings_that_differ_undeclared_are_said(here, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     done = rlspec("run", path, "--from", run.name, "--arm", "feat0")
     assert "OMP_NUM_THREADS differed: base0 1, base1 1, feat0 3" in done.out
+
+
+def test_a_variable_that_names_a_file_of_the_arm_is_no_difference(here):
+    path = training(here / "a")
+    own = 'os.environ["TORCH_FR_DUMP_TEMP_FILE"] = os.environ["RLSPEC_RECORDS"]\nos.environ["NCCL_X"] = str(number)\n'
+    template = here / "a" / "train.py.j2"
+    template.write_text(template.read_text() + own)
+    change = {"trainer": {**yaml.safe_load(path.read_text())["trainer"], "command": ["{python}", "{run_file}"]}}
+    save(path, {**yaml.safe_load(path.read_text()), **change})
+    done = rlspec("run", path)
+    assert "NCCL_X differed: base0 0, base1 1, feat0 2" in done.out, done.out + done.err
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in done.out

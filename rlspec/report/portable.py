@@ -17,8 +17,15 @@ def portable(report: Mapping[str, Any]) -> dict[str, Any]:
         **report,
         "spec": spec and {**spec, "path": _name(spec["path"]) if spec["path"].startswith("/") else spec["path"]},
         "run": None,
+        "overrides": [_override(text) for text in report["overrides"]],
         "arms": [_arm(arm) for arm in report["arms"]],
     }
+
+
+def _override(text: str) -> str:
+    """A setting laid over the spec; a path of this machine in it is shortened to its name."""
+    key, _, value = text.partition("=")
+    return f"{key}={_name(value)}" if value.startswith("/") else text
 
 
 def _arm(arm: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pytest
 
 from rlspec import records
 from rlspec.model import Arm
+from tests.bench import bench_torchtitan
 from tests.tiny import report, rlspec, run_folder, save, statuses
 from tests.trainers import stand_ins
 
@@ -137,6 +138,17 @@ def test_only_the_rank_that_has_the_loss_prints_steps(tmp_path, monkeypatch):
         assert done.stdout.count(" - INFO - step: ") == (6 if rank == "1" else 0)
 
 
+def test_one_process_needs_no_torchrun(tmp_path, monkeypatch):
+    """torchtitan reads LOCAL_RANK and meets its ranks at MASTER_ADDR, also when it is alone."""
+    made = rendered(tmp_path, monkeypatch)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    made["alone"]()
+    assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["0", "0", "1"]
+    assert os.environ["MASTER_PORT"] == "29500", "what a launcher said stands"
+
+
 def test_names_that_torchtitan_must_be_told(tmp_path, monkeypatch):
     made = rendered(tmp_path, monkeypatch, model="llama4")
     assert made["family"]() == "llama4"
@@ -158,9 +170,9 @@ def test_an_option_that_torchtitan_has_no_more_is_no_fail(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not version().startswith("0.2."), reason="needs torchtitan 0.2 (pip install torchtitan==0.2.2)")
-@pytest.mark.parametrize("mesh", [{"pp": 1}, {"pp": 2}], ids=["fsdp2", "pp2"])
-def test_torchtitan_itself_on_a_cpu(tmp_path, monkeypatch, mesh):
-    """Three arms of the debug model in two processes; a CPU is bit-reproducible, so the floor is zero."""
+@pytest.mark.parametrize(("mesh", "processes"), [({"pp": 1}, 1), ({"pp": 1}, 2), ({"pp": 2}, 2)], ids=str)
+def test_torchtitan_itself_on_a_cpu(tmp_path, monkeypatch, mesh, processes):
+    """Three arms of the debug model; a CPU is bit-reproducible, so the floor is zero."""
     tokenizers = pytest.importorskip("tokenizers")
     from pydoc_data.topics import topics
 
@@ -178,7 +190,32 @@ def test_torchtitan_itself_on_a_cpu(tmp_path, monkeypatch, mesh):
     (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps(ends))
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
-    done = rlspec("run", spec(tmp_path, str(SHIM), mesh, 2, corpus="data", tokenizer="tok", max_steps=4))
+    if processes == 1:
+        monkeypatch.setenv("RANK", "0")  # the shim acts where it sees one, and there is no torchrun
+    done = rlspec("run", spec(tmp_path, str(SHIM), mesh, processes, corpus="data", tokenizer="tok", max_steps=4))
     assert statuses(report()) == {"base0": "done", "base1": "done", "feat0": "done"}, done.out + done.err
     assert done.code == 0 and [v["status"] for v in report()["verdicts"]] == ["PASS", "PASS"], done.out
     assert "identical to the bit" in done.out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not version().startswith("0.2."), reason="needs torchtitan 0.2 (pip install torchtitan==0.2.2)")
+def test_the_harmful_branch_of_the_example_on_a_cpu(tmp_path, monkeypatch):
+    """No floor on a CPU, but the patch applies to the released package, each arm has the code of its own commit."""
+    pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    repository = tmp_path / "torchtitan"
+    bench_torchtitan.prepare(repository)
+    bench_torchtitan.git(repository, "checkout", "-q", "harmful")
+    for name, value in {
+        "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "RANK": "0", "PYTHONPATH": str(SHIM),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    laid_over = {"repository": repository, "requires.device": "cpu", "dtype": "fp32", "sequence_length": 64,
+                 "trainer.settings.max_steps": 2}  # fmt: skip
+    words = [word for key, value in laid_over.items() for word in ("--set", f"{key}={value}")]
+    done = rlspec("run", bench_torchtitan.EXAMPLE / "branch.yaml", *words)
+    assert set(statuses(report()).values()) == {"done"} and len(report()["arms"]) == 7, done.out + done.err
+    loss, norm = (verdict["evidence"]["step_1"] for verdict in report()["verdicts"])
+    assert loss["feature_delta"] == norm["base_delta"] == 0
+    assert norm["values"]["feat0"] == pytest.approx(norm["values"]["base0"] / 4, rel=1e-5), "of four micro-batches"
