@@ -25,7 +25,8 @@ arms:
 
 
 def rlspec(folder, *arguments, cache=None):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": cache or str(folder / "cache")}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": cache or str(folder / "cache")}
     command = [sys.executable, "-m", "rlspec", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 

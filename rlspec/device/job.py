@@ -22,6 +22,11 @@ class Job:
     rank: int = 0
     world: int = 1
 
+    @property
+    def backend(self) -> str:
+        """What carries tensors between the ranks: nccl or gloo, nothing in one process."""
+        return str(dist.get_backend()) if self.world > 1 else "none"
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, in place."""
         if self.world > 1:
@@ -55,11 +60,14 @@ class Job:
 
 @contextmanager
 def join(environment: Mapping[str, str] = os.environ) -> Iterator[Job]:
-    """The job that torchrun's variables tell of (nccl on GPUs, gloo else); without them one process."""
+    """The job that torchrun's variables tell of (nccl on GPUs, gloo else); without them one process.
+
+    Raises ValueError where processes would have to share a GPU.
+    """
     world, rank = int(environment.get("WORLD_SIZE", "1")), int(environment.get("RANK", "0"))
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(environment.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", _gpu(environment))
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in environment:
         # More threads split sums in other places, and some of torch's scatters then add in any order.
@@ -71,7 +79,16 @@ def join(environment: Mapping[str, str] = os.environ) -> Iterator[Job]:
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-    try:
-        yield Job(device, rank, world)
-    finally:
-        dist.destroy_process_group()
+    yield Job(device, rank, world)
+    # Not after an error: nccl ends a group when all of its ranks do, and the others still wait for the one that failed.
+    dist.destroy_process_group()
+
+
+def _gpu(environment: Mapping[str, str]) -> int:
+    """The number of this process's own GPU. Raises ValueError, in all processes alike, if there are too few."""
+    mine, there = int(environment.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    needed = int(environment.get("LOCAL_WORLD_SIZE", mine + 1))
+    if needed > there:
+        remedy = "one process a GPU, or CUDA_VISIBLE_DEVICES set to nothing for gloo on the CPU"
+        raise ValueError(f"{needed} processes of this machine see {there} GPU{'s' * (there != 1)}: {remedy}")
+    return mine

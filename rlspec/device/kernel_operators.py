@@ -87,6 +87,8 @@ def table(kernels: Kernels) -> Mapping[str, Callable[..., Any]]:
     def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float) -> Tensor:
         """[B, T, Hq, D], [B, S, Hkv, D] twice -> [B, T, Hq, D]."""
         checking.attention(query, key, value, segments, scale)
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            _own_keys(segments)
         return kernels.attention(query, key, value, segments.table, scale=scale, **_longest(segments))
 
     @operator(weight_gradient=gradients.matrix)
@@ -136,6 +138,13 @@ def table(kernels: Kernels) -> Mapping[str, Callable[..., Any]]:
         *(logprob, batch_invariant_logprob, linear_logprob),
     )
     return {one.__name__: one for one in made}
+
+
+def _own_keys(segments: Segments) -> None:
+    if segments.keys_are_shared:
+        raise ValueError(
+            "segments of a row share keys, whose gradients a kernel writes once a segment: give each a row of its own"
+        )
 
 
 @dataclass(frozen=True)
@@ -204,6 +213,7 @@ class _Attention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value of whole samples, on what `forward` gave, in whatever chunks."""
         checking.attention(query, key, value, segments, scale)
+        _own_keys(segments)
         given = (query, key, value, out, lse, grad_out, segments.table)
         return self.kernels.attention_backward(*given, scale=scale, **_longest(segments))
 

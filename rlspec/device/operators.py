@@ -43,6 +43,7 @@ The callable of an operator may carry attributes, each of which promises somethi
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,6 +116,12 @@ class Segments:
             if entry.query_start < end.get(entry.row, 0):
                 raise ValueError(f"{entry} overlaps the segment before it in row {entry.row}")
             end[entry.row] = entry.query_start + entry.query_length
+
+    @cached_property
+    def keys_are_shared(self) -> bool:
+        """Some key belongs to two segments of a row, as where two pieces of one sample meet its beginning."""
+        ranges = sorted((one.row, one.key_start, one.key_start + one.key_length) for one in self.entries)
+        return any(a[0] == b[0] and b[1] < a[2] for a, b in itertools.pairwise(ranges))
 
     @property
     def whole(self) -> bool:

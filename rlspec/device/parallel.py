@@ -2,7 +2,8 @@
 
 Context parallelism cuts a sequence into 2·cp equal pieces and gives process c the pieces c and 2·cp − 1 − c (zigzag),
 so that all processes meet about as many keys. Keys and values of all pieces are gathered; a query then meets the keys
-that it would have met in one process, in the same order, so only gradients are summed in other places.
+that it would have met in one process, in the same order, so only gradients are summed in other places. Both pieces are
+handed to attention as rows of their own: they meet the same keys, whose gradients a kernel writes once a segment.
 
 Expert parallelism sends each routed row to the process that holds its expert and brings the result back. There the
 rows of an expert stand in the order of the processes that sent them.
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from rlspec.device import mesh as meshes
 from rlspec.device.architecture import Architecture
-from rlspec.device.decoder import Decoder, Part, RouterStatistics, Site, Span
+from rlspec.device.decoder import Cache, Decoder, Part, RouterStatistics, Site, Span
 from rlspec.device.mesh import Mesh, Peers
 from rlspec.device.operators import Dispatch, Operators, Segment, Segments
 
@@ -77,18 +78,18 @@ class Context:
 
     def __init__(self, peers: Peers, device: torch.device) -> None:
         self.peers, self.device = peers, device
+        self.numbers = (peers.rank, 2 * peers.world - 1 - peers.rank)  # of this process's pieces in a sequence
 
     def begin(self, spans: Sequence[Span], width: int) -> Segments:
         # Where each position of the sequence stands in the pieces as they are gathered.
         pieces = [zigzag(width * self.peers.world, Peers(rank, self.peers.world)) for rank in range(self.peers.world)]
         self.order = torch.cat(pieces).argsort().to(self.device)
-        piece, last = width // 2, 2 * self.peers.world - 1
-        entries = tuple(
-            Segment(row, slot * piece, piece, 0, (number + 1) * piece)
-            for row, _, _ in spans
-            for slot, number in enumerate((self.peers.rank, last - self.peers.rank))
-        )
-        return Segments(entries, len(spans), width, width * self.peers.world, self.device)
+        piece, keys = width // 2, width * self.peers.world
+        places = [(row, slot, number) for row, _, _ in spans for slot, number in enumerate(self.numbers)]
+        alone = tuple(Segment(2 * row + slot, 0, piece, 0, (number + 1) * piece) for row, slot, number in places)
+        self.pieces = Segments(alone, 2 * len(spans), piece, keys, self.device)
+        entries = tuple(Segment(row, slot * piece, piece, 0, (number + 1) * piece) for row, slot, number in places)
+        return Segments(entries, len(spans), width, keys, self.device)
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         pieces = meshes.gather(torch.stack((keys, values)), self.peers)  # [cp, 2, B, T / cp, Hkv, D]
@@ -136,6 +137,18 @@ class ParallelDecoder(Decoder):
         (stream,), routed = self._layers(chunks, streams, self.context, None)
         router = self._statistics(chunks, spans, routed) if self.architecture.num_experts else None
         return (self._head(outside[0], stream, targets) if self.last else stream), router
+
+    def attend(
+        self, sites: Sequence[Site], parts: Sequence[tuple[Tensor, Tensor, Tensor]], cache: Cache | None
+    ) -> list[Tensor]:
+        if self.context is None:
+            return super().attend(sites, parts, cache)
+        (at,), ((query, key, value),) = sites, parts
+        assert at.layer is not None
+        keys, values = (x.repeat_interleave(2, 0) for x in self.context.extend(at.layer, key, value))
+        pieces, scale = query.unflatten(1, (2, -1)).flatten(0, 1), self.architecture.head_dim**-0.5
+        out = self._run(at, "self_attn", "attention", pieces, keys, values, self.context.pieces, scale=scale)
+        return [out.unflatten(0, (-1, 2)).flatten(1, 2)]
 
     def _balanced(self, rows: int, width: int, device: torch.device) -> Tensor | None:
         whole = super()._balanced(rows, width * self.mesh.context.world, device)

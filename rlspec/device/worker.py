@@ -43,7 +43,7 @@ def main(run_file: str, config: Mapping[str, Any]) -> None:
         kind = faults.trainer(options, arm["role"])
         implementation = arm.get("implementation") or "torch"
         if first:
-            _say(f"launch({config!r}, arm={arm['name']!r}, implementation={implementation!r}, {_flags(joined.device)})")
+            _say(f"launch({config!r}, arm={arm['name']!r}, implementation={implementation!r}, {_flags(joined)})")
         trainer = kind(options, joined, implementation=implementation, perturbation=arm.get("perturb"))
         notes = [f"{arm['name']} has the planted fault {options.fault}"] if kind in faults.FAULTS.values() else []
         rows = trainer.run()
@@ -82,9 +82,10 @@ def make_repeatable(options: Settings) -> None:
     torch.use_deterministic_algorithms(options.deterministic)
 
 
-def _flags(device: torch.device) -> str:
+def _flags(joined: job.Job) -> str:
+    where = f"device={str(joined.device)!r}, processes={joined.world}, backend={joined.backend!r}"
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return f"device={str(device)!r}, threads={torch.get_num_threads()}, deterministic={deterministic}"
+    return f"{where}, threads={torch.get_num_threads()}, deterministic={deterministic}"
 
 
 def _say(text: str) -> None:

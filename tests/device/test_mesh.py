@@ -1,4 +1,7 @@
-"""A mesh does not change the answer: runs on 2 and 4 processes, read against the perturbed envelope of one process."""
+"""A mesh does not change the answer: runs on 2 and 4 processes, read against the perturbed envelope of one process.
+
+On gloo with CPUs, and on nccl where there is a GPU for each process; one process is then a GPU's, too.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,19 @@ import pytest
 import torch
 
 from rlspec import catalog, contract
-from rlspec.device import faults, parallel
+from rlspec.device import faults, parallel, reference
 from rlspec.device import settings as settings_module
 from rlspec.device.architecture import read
-from rlspec.device.decoder import Decoder, Span
+from rlspec.device.decoder import Decoder, Site, Span
 from rlspec.device.job import Job
 from rlspec.device.mesh import Mesh, Peers
+from rlspec.device.operators import Operators, Segment, Segments
 from rlspec.device.trainer import Trainer
 from rlspec.drift import judge_drift
 from rlspec.model import Arm, Judgment, Run, Series
 
 ROOT = Path(__file__).parents[2]
-HERE = Job(torch.device("cpu"))
+CPU = Job(torch.device("cpu"))
 MODELS = {name: catalog.model(name, ROOT / "specs") for name in ("tiny-dense", "tiny-moe")}
 ROW = contract.load("training", ROOT / "specs").resolve
 METRICS = ("cross-entropy-loss", "load-balance-loss", "gradient-norm")
@@ -38,7 +42,16 @@ def one_ulp(seed):
 
 
 def configured(
-    model="tiny-moe", *, steps=8, dtype="fp32", length=32, kind="correctness", perturb=None, spread=0.02, **given
+    model="tiny-moe",
+    *,
+    steps=8,
+    dtype="fp32",
+    length=32,
+    kind="correctness",
+    perturb=None,
+    spread=0.02,
+    implementation="torch",
+    **given,
 ):
     axes = {axis: given.pop(axis, 1) for axis in ("pp", "dp", "cp", "ep")}
     return {
@@ -51,6 +64,7 @@ def configured(
         "settings": {"global_batch_size": 4, "seed": 3, **given},
         "spec_dir": str(ROOT),
         "perturb": perturb,
+        "implementation": implementation,
     }
 
 
@@ -59,9 +73,10 @@ def crowded(self, rows, width, device):
     return torch.arange(2, device=device).expand(rows, width, 2)
 
 
-def train(config, crowd=False):
+def train(config, here, crowd=False):
     with mock.patch.object(Decoder, "_balanced", crowded) if crowd else mock.patch.dict({}):
-        trainer = Trainer(settings_module.read(config), HERE, perturbation=config["perturb"])
+        given = {"perturbation": config["perturb"], "implementation": config["implementation"]}
+        trainer = Trainer(settings_module.read(config), here, **given)
         return [(row.metrics, row.data) for row in trainer.run()]
 
 
@@ -78,7 +93,7 @@ def crowded(self, rows, width, device):
     return torch.arange(2, device=device).expand(rows, width, 2)
 
 def digests(model):
-    return [(name, rows.indices(shape[0])[:2], hashlib.sha256(held.detach().numpy().tobytes()).hexdigest())
+    return [(name, rows.indices(shape[0])[:2], hashlib.sha256(held.detach().cpu().numpy().tobytes()).hexdigest())
             for name, shape, held, rows in model.laid_out() if held is not None]
 
 honest = parallel.ParallelDecoder._balanced
@@ -86,24 +101,29 @@ with join() as job:
     found = {}
     for name, config in json.loads(sys.argv[1]).items():
         parallel.ParallelDecoder._balanced = crowded if name == "crowded" else honest
-        given = settings.read(config)
-        trainer = faults.trainer(given, "feature")(given, job, perturbation=config["perturb"])
+        given, asked = settings.read(config), config["implementation"]
+        kind = faults.trainer(given, "feature")
+        trainer = kind(given, job, perturbation=config["perturb"], implementation=asked)
         told = [digests(trainer.model)]
         rows = [(row.metrics, row.data) for row in trainer.run()]
         told.append(digests(trainer.model))
         everyone = [None] * job.world
         dist.all_gather_object(everyone, (rows, told))
         found[name] = {"rows": rows, "agreed": all(mine == rows for mine, _ in everyone),
-                       "weights": [told for _, told in everyone]}
+                       "weights": [told for _, told in everyone], "backend": job.backend}
     if job.rank == 0:
         print("FOUND", json.dumps(found))
 """
 
 
-def start(folder, processes, configs):
+def start(folder, backend, processes, configs):
     script = folder / "ranks.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if backend == "nccl" and torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} CUDA devices")
+    if backend == "gloo":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [*launcher, str(script), json.dumps(configs)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -147,6 +167,8 @@ FAULTY = {
     "local_token_count": {"model": "tiny-dense", "cp": 2},
     "positions_not_offset": {"model": "tiny-dense", "cp": 2},
 }
+# The kernels need GPUs.
+KERNELS = {"triton pp2": {"pp": 2}, "triton cp2": {"cp": 2}, "triton dp2·ep2": {"dp": 2, "ep": 2}}
 BF16 = {"steps": 2, "dtype": "bf16", "profile": "hf", "load_balance_type": "sequence"}
 # Weights large enough for every expert to matter; a piece has ten tokens, so the next one begins at another expert.
 FORCED = {"steps": 2, "kind": "performance", "length": 40, "spread": 0.2}
@@ -165,27 +187,41 @@ def meshes(table):
     return {name: configured(**given) for name, (given, _) in table.items()}
 
 
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=pytest.mark.gpu)])
+def backend(request):
+    if request.param == "nccl" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA devices")
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def here(backend):
+    return CPU if backend == "gloo" else Job(torch.device("cuda", 0))
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory, backend):
     planted = {name: configured(fault=name, **given) for name, given in FAULTY.items()}
     more = {name: configured(**given) for name, given in MORE.items()}
-    return start(tmp_path_factory.mktemp("two"), 2, {**meshes(TWO), **planted, **more})
+    if backend == "nccl":
+        more |= {name: configured(steps=2, implementation="triton", **given) for name, given in KERNELS.items()}
+    return start(tmp_path_factory.mktemp("two"), backend, 2, {**meshes(TWO), **planted, **more})
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    return start(tmp_path_factory.mktemp("four"), 4, meshes(FOUR))
+def four_ranks(tmp_path_factory, backend):
+    return start(tmp_path_factory.mktemp("four"), backend, 4, meshes(FOUR))
 
 
 @pytest.fixture(scope="module")
-def alone():
+def alone(here):
     """One process, with and without perturbation, each setting trained once."""
     made = {}
 
     def find(perturb=None, **given):
         key = json.dumps([perturb, given], sort_keys=True)
         if key not in made:
-            made[key] = train(configured(perturb=perturb, **given))
+            made[key] = train(configured(perturb=perturb, **given), here)
         return made[key]
 
     return find
@@ -212,25 +248,25 @@ def verdicts(alone, given, rows):
     return {metric: judge_drift(Judgment(check="drift", metric=metric), runs, ROW) for metric in runs[-1].series}
 
 
-def passes(alone, table, name, found):
+def passes(alone, table, name, found, backend):
     made, given = found[name], table[name][1]
     judged = verdicts(alone, given, made["rows"])
     assert ("load-balance-loss" in judged) == ("model" not in given)
     for metric, verdict in judged.items():
         assert verdict.status == "PASS" and verdict.evidence["floor"] == "perturbed", (metric, verdict.reason)
-    assert made["agreed"]
+    assert made["agreed"] and made["backend"] == backend
     assert [data for _, data in made["rows"]] == [data for _, data in alone(**given)]
     return True
 
 
 @pytest.mark.parametrize("name", TWO)
-def test_two_processes_train_like_one(alone, two_ranks, name):
-    assert passes(alone, TWO, name, two_ranks)
+def test_two_processes_train_like_one(alone, two_ranks, backend, name):
+    assert passes(alone, TWO, name, two_ranks, backend)
 
 
 @pytest.mark.parametrize("name", FOUR)
-def test_four_processes_train_like_one(alone, four_ranks, name):
-    assert passes(alone, FOUR, name, four_ranks)
+def test_four_processes_train_like_one(alone, four_ranks, backend, name):
+    assert passes(alone, FOUR, name, four_ranks, backend)
 
 
 @pytest.mark.parametrize("name", FAULTY)
@@ -252,7 +288,7 @@ def pieces(found, when):
 @pytest.mark.parametrize("name", ["pp2", "dp2·ep2", "cp2·ep2", "perturbed pp2", "perturbed dp2·ep2"])
 def test_weights_are_those_of_one_process_wherever_they_lie(two_ranks, name):
     perturb = one_ulp(1) if "perturbed" in name else None
-    model = Trainer(settings_module.read(configured()), HERE, perturbation=perturb).model
+    model = Trainer(settings_module.read(configured()), CPU, perturbation=perturb).model
     told = pieces(two_ranks[name], 0)
     for (parameter, (first, stop)), digests in told.items():
         rows = model.get_parameter(parameter).detach()[first:stop].contiguous()
@@ -270,8 +306,8 @@ def test_replicas_stay_equal_to_the_bit(two_ranks, name):
     assert all(after[key] != before[key] for key in after)
 
 
-def test_experts_to_which_no_token_comes(two_ranks):
-    want = train(configured(micro_batch_size=2, **FORCED), crowd=True)
+def test_experts_to_which_no_token_comes(two_ranks, here):
+    want = train(configured(micro_batch_size=2, **FORCED), here, crowd=True)
     for (here, _), (there, _) in zip(two_ranks["crowded"]["rows"], want, strict=True):
         assert here["load-balance-loss"] != 1.0  # an even load has exactly 1
         for metric in METRICS:
@@ -279,11 +315,22 @@ def test_experts_to_which_no_token_comes(two_ranks):
 
 
 @pytest.mark.parametrize("name", ["bf16 pp2", "bf16 cp2·ep2"])
-def test_narrow_streams_and_rows_go_from_process_to_process(two_ranks, name):
-    want = train(configured(**BF16))
+def test_narrow_streams_and_rows_go_from_process_to_process(two_ranks, here, name):
+    want = train(configured(**BF16), here)
     for (here, _), (there, _) in zip(two_ranks[name]["rows"], want, strict=True):
         for metric in METRICS:
             assert here[metric] == pytest.approx(there[metric], rel=5e-3)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_train_on_a_mesh_as_in_one_process(two_ranks, here, backend, name):
+    if backend == "gloo":
+        pytest.skip("kernels need CUDA devices")
+    size = KERNELS[name].get("dp", 1)
+    want = train(configured(steps=2, implementation="triton", micro_batch_size=size), here)
+    for (mine, _), (theirs, _) in zip(two_ranks[name]["rows"], want, strict=True):
+        for metric in METRICS:
+            assert mine[metric] == pytest.approx(theirs[metric], rel=2e-6)
 
 
 @pytest.mark.parametrize("name", ["forced pp2", "forced cp2"])
@@ -292,6 +339,30 @@ def test_forced_routing_goes_by_the_place_in_the_whole_sequence(alone, two_ranks
     for (here, _), (there, _) in zip(two_ranks[name]["rows"], want, strict=True):
         assert here["load-balance-loss"] == there["load-balance-loss"] == 1.0
         assert here["gradient-norm"] == pytest.approx(there["gradient-norm"], rel=2e-6)
+
+
+FAILING = """
+import sys, torch
+from rlspec.device.job import join
+with join() as job:
+    job.sum(torch.ones(1, device=job.device))
+    if job.rank == 1:
+        raise ValueError("rank 1 has had enough")
+    print("SUM", job.sum(torch.ones(1 << 20, device=job.device))[0].item())
+"""
+
+
+def test_a_rank_that_fails_ends_the_job_while_another_waits_for_it(tmp_path, backend, word):
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if backend == "gloo":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*launcher, str(script), word], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and "ValueError: rank 1 has had enough" in done.stderr and "SUM" not in done.stdout
 
 
 # Without processes
@@ -335,10 +406,30 @@ def test_zigzag_gives_every_position_to_one_process_and_each_query_its_keys(worl
         assert [[int(row.sum()) - 1 for row in grid] for grid in segments.mask] == [piece.tolist()] * 2
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_key_that_both_pieces_meet_stands_in_a_row_of_each(rank):
+    """Kernels write the gradient of a key once a segment, so segments of a row must not share keys."""
+    decoder = parallel.ParallelDecoder(read(MODELS["tiny-dense"]), Operators("reference"), placed(cp=(rank, 2)))
+    query, key, value = (torch.randn(2, 16, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    pieces = [parallel.zigzag(16, Peers(number, 2)) for number in range(2)]
+    decoder.context.begin([Span(0, 0, 8), Span(1, 0, 8)], 8)
+    gathered = torch.stack([torch.stack((key[:, piece], value[:, piece])) for piece in pieces])
+    mine = [tuple(x[:, pieces[rank]] for x in (query, key, value))]
+    with mock.patch("rlspec.device.mesh.gather", lambda x, peers: gathered):
+        (out,) = decoder.attend([Site(None, 0, None)], mine, decoder.context)
+    whole = Segments(tuple(Segment(row, 0, 16, 0, 16) for row in range(2)), 2, 16, 16, torch.device("cpu"))
+    want = reference.attention(query, key, value, whole, scale=0.25)[:, pieces[rank]]
+    torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)
+    for here, there in zip(*(torch.autograd.grad(x.sum(), (query, key, value)) for x in (out, want)), strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
+    rows = [entry.row for entry in decoder.context.pieces.entries]
+    assert rows == [0, 1, 2, 3] == list(range(decoder.context.pieces.rows))
+
+
 def test_names_and_order_of_parameters_are_those_that_weights_are_drawn_in():
     for model in MODELS.values():
         architecture = read(model)
-        decoder = Trainer(settings_module.read(configured(model["name"])), HERE).model
+        decoder = Trainer(settings_module.read(configured(model["name"])), CPU).model
         shapes = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
         assert list(shapes.items()) == list(architecture.parameter_shapes().items())
 

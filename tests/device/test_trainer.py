@@ -55,6 +55,11 @@ def configured(model="tiny-dense", *, dp=1, steps=4, dtype="fp32", length=48, ki
     }
 
 
+def surroundings(**more):
+    """The environment of a process that has rlspec, and that trains on the CPU."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **more}
+
+
 def settings(model="tiny-dense", **given):
     return settings_module.read(configured(model, **given))
 
@@ -451,7 +456,7 @@ def two_ranks(tmp_path_factory):
     script = tmp_path_factory.mktemp("ranks") / "two.py"
     script.write_text(SCRIPT)
     configs = {name: configured(dp=2, **given) for name, given in PARALLEL.items()}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = surroundings(OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run([*command, json.dumps(configs)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -475,7 +480,8 @@ def test_two_ranks_give_the_numbers_of_one(two_ranks, name):
 def test_faults_of_two_ranks_show(two_ranks, name):
     alone = curve(train(settings(**PARALLEL["dense"])), "gradient-norm")
     values = [metrics["gradient-norm"] for metrics, _ in two_ranks[name]["rows"]]
-    assert min(abs(a - b) for a, b in zip(alone, values, strict=True)) > 1e-4
+    # At a step of which the ranks happen to count equally many tokens, the wrong mean is the right one.
+    assert max(abs(a - b) for a, b in zip(alone, values, strict=True)) > 1e-4
     apart = two_ranks[name]["apart"]
     assert (apart[0] == -apart[1]) == (name != "gradients_not_averaged")
 
@@ -504,8 +510,7 @@ def arms_of(*names, **more):
 def test_a_run_file_runs_by_itself(tmp_path, kind):
     arms = arms_of("base0", implementation={"attention": "reference"}, perturb=None)
     (file,) = rendered(tmp_path, configured("tiny-moe", kind=kind, steps=2), arms)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, str(file)], env=surroundings(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     read = records.read(tmp_path / "tiny-v1.5-fp32-base0.records.jsonl", Arm(name="base0", role="base"))
     alone = train(settings("tiny-moe", kind=kind, steps=2), implementation={"attention": "reference"})
@@ -610,6 +615,31 @@ def test_a_cpu_run_has_one_thread_unless_it_is_told_otherwise(environment, threa
             assert torch.get_num_threads() == threads and (job.rank, job.world) == (0, 1)
     finally:
         torch.set_num_threads(1)
+
+
+def test_processes_that_would_share_a_gpu_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for rank in "01":
+        ranks = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
+        with pytest.raises(ValueError, match="2 processes of this machine see 1 GPU: one process a GPU"), join(ranks):
+            pass
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("model", MODELS)
+def test_a_deterministic_run_on_a_gpu_repeats_to_the_bit(tmp_path, model):
+    files = rendered(tmp_path, configured(model, steps=3, deterministic=True), arms_of("base0", "base1"))
+    found = []
+    for file in files:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "device='cuda:0'" in done.stdout, done.stderr[-3000:]
+        arm = Arm(name=file.stem[-5:], role="base")
+        series = records.read(file.with_name(f"{file.stem}.records.jsonl"), arm).series
+        found.append([list(series[metric].values) for metric in ("cross-entropy-loss", "gradient-norm")])
+    assert found[0] == found[1] and len(found[0][0]) == 3
 
 
 # Plain data, integers and processes, of the standard library alone.

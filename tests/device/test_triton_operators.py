@@ -207,10 +207,19 @@ def test_the_gradients_of_experts_over_calls():
 def test_load_statistics_have_the_bits_of_the_plain_ones():
     scores, pieces = torch.softmax(normal(ROWS, EXPERTS), -1), [(3, 18), (0, 3)]
     for together in (False, True):
-        found, due = (
-            one.router.statistics(scores, chosen(), pieces, together=together) for one in (ours, canonical)
-        )
+        found, due = (one.router.statistics(scores, chosen(), pieces, together=together) for one in (ours, canonical))
         assert all(torch.equal(got, want) for got, want in zip(found, due, strict=True))
+
+
+def test_gradients_of_keys_that_two_segments_share_are_refused():
+    query, key, value = (normal(1, length, 2, 16) for length in (4, 6, 6))
+    shared = Segments((Segment(0, 0, 2, 0, 3), Segment(0, 2, 2, 0, 6)), 1, 4, 6, CPU)
+    apart = Segments((Segment(0, 0, 2, 0, 3), Segment(0, 2, 2, 3, 3)), 1, 4, 6, CPU)
+    assert shared.keys_are_shared and not apart.keys_are_shared and not two_segments().keys_are_shared
+    with pytest.raises(ValueError, match="share keys"):
+        ours.attention(query, key.requires_grad_(), value, shared, scale=0.25)
+    with pytest.raises(ValueError, match="share keys"):
+        ours.attention.backward(query, key, value, query, query[..., 0], query, shared, scale=0.25)
 
 
 @interpreted
