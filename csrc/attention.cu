@@ -20,13 +20,17 @@
 // - Multiplications and additions are spelled out where a compiler may contract them.
 //
 // How it runs. A thread asks the copy engine (TMA) for tiles; one warpgroup multiplies 64 rows, with rows of scores in
-// registers. Scores of a block and sums of the one before are in flight while exponentials are taken.
+// registers. Scores of a block and sums of the one before are in flight while exponentials are taken. In prefill three
+// warpgroups share the keys and values.
 //
 // Limits: bf16, fp16; widths 16, 32, 64, 128 (narrower ones are filled up with zeros, which keep the bits); at most 64
 // query heads a key head; pages of at least 8 tokens. Values of a sample must be finite.
 #include "attention.cuh"
 
 namespace rlspec {
+
+constexpr int GROUPS = 3;           // warpgroups of a tile in prefill
+constexpr int64_t NEAR = 24 << 20;  // bytes of keys and values that are read again and again at a time, to stay in L2
 
 struct Forward {
     void const* query;
@@ -39,6 +43,7 @@ struct Forward {
     int64_t slots;  // rows · queries
     float scale;    // holds log2(e) too
     int items, segments, tiles, splits, queries, limit;  // a sample has at most `limit` queries
+    int near;  // pairs of a key head and a sample whose tiles are taken side by side
     int listed, page, box, kv, group, width, window;
     Schedule schedule;
 };
@@ -46,17 +51,25 @@ struct Forward {
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-// A tile: 64·GROUPS rows (the query heads of one key head, of neighbouring queries) and its blocks of keys; with PART,
-// those of one split. Heads vary fastest, then samples; the longest rows (with PART, the latest splits) come first.
-template <int GROUPS, bool PART>
+// A tile: 64·COUNT rows (the query heads of one key head, of neighbouring queries) and its blocks of keys; with PART,
+// those of one split. `near` pairs of head and sample take turns, so that their keys and values stay in L2; among them
+// the longest rows (with PART, the latest splits) come first.
+template <int COUNT, bool PART>
 struct Tile {
     int head, line, split;
     Segment segment;
     int query, span, before, first, blocks;  // first query, queries in all, keys before the sample's first query
     __device__ Tile(Forward const& a, int item)
-        : head(item % a.kv), line(item / a.kv % a.segments), split(0), segment(a.table + line * 5) {
-        int const rest = item / a.kv / a.segments;
-        span = GROUPS * 64 / a.group, before = segment.keys - segment.queries;
+        : Tile(a, item, item / (a.near * a.tiles * a.splits) * a.near) {}
+    __device__ Tile(Forward const& a, int item, int from)
+        : Tile(a, item - from * a.tiles * a.splits, from, min(a.near, a.kv * a.segments - from)) {}
+    __device__ Tile(Forward const& a, int item, int from, int pairs)
+        : head((from + item % pairs) % a.kv),
+          line((from + item % pairs) / a.kv),
+          split(0),
+          segment(a.table + line * 5) {
+        int const rest = item / pairs;
+        span = COUNT * 64 / a.group, before = segment.keys - segment.queries;
         query = (a.tiles - 1 - rest % a.tiles) * span;
         int stop = min(before + query + span, segment.keys);
         first = a.window > 0 ? max(before + query - a.window + 1, 0) / KEYS * KEYS : 0;
@@ -70,39 +83,36 @@ struct Tile {
 
 // Blocks of threads take tiles one after the other, as they get free. With PART the state of a row goes to memory;
 // otherwise splits are folded as they end.
-template <typename Element, int D, int GROUPS, bool PART, int STAGES, int PLACES>
-__global__ __launch_bounds__(GROUPS * 128 + 128, PART ? 2 : 1) void attention_forward_kernel(
+template <typename Element, int D, int COUNT, bool PART, int RING, int PLACES>
+__global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_forward_kernel(
     __grid_constant__ CUtensorMap const query_map, __grid_constant__ CUtensorMap const key_map,
     __grid_constant__ CUtensorMap const value_map, __grid_constant__ Forward const a) {
     constexpr int TILE = KEYS * D * 2;  // bytes of a block of keys, of values, and of the queries of a warpgroup
     extern __shared__ __align__(1024) uint8_t memory[];
     uint8_t* const q_tiles = memory;
-    uint8_t* const k_tile = q_tiles + PLACES * GROUPS * TILE;
-    uint8_t* const v_tile = k_tile + STAGES * TILE;
-    auto* const k_full = reinterpret_cast<uint64_t*>(v_tile + STAGES * TILE);
-    uint64_t *const v_full = k_full + STAGES, *const k_free = v_full + STAGES, *const v_free = k_free + STAGES;
-    uint64_t *const q_full = v_free + STAGES, *const q_free = q_full + PLACES;
-    auto* const given = reinterpret_cast<int*>(q_free + PLACES);  // the tile of each place, -1: no more
+    uint8_t* const ring = q_tiles + PLACES * COUNT * TILE;  // keys of a block, its values, those of the next, ...
+    uint8_t* const totals = ring + RING * TILE;  // fp32, of a warp at a time: of the splits which have ended
+    auto* const ready = reinterpret_cast<uint64_t*>(totals + (PART ? 0 : 2 * COUNT * TILE));
+    uint64_t* const free = ready + RING;
+    uint64_t *const q_full = free + RING, *const q_free = q_full + PLACES * COUNT;  // of each warpgroup
+    auto* const given = reinterpret_cast<int*>(q_free + PLACES * COUNT);            // its tile, -1: no more
 
-    if (PART) asm volatile("griddepcontrol.launch_dependents;");
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) {
-            hopper::barrier_init(k_full + i, 1), hopper::barrier_init(v_full + i, 1);
-            hopper::barrier_init(k_free + i, GROUPS * 4), hopper::barrier_init(v_free + i, GROUPS * 4);
-        }
-        for (int i = 0; i < PLACES; ++i) {
-            hopper::barrier_init(q_full + i, 1), hopper::barrier_init(q_free + i, GROUPS * 4);
-        }
+        for (int i = 0; i < RING; ++i) hopper::barrier_init(ready + i, 1), hopper::barrier_init(free + i, COUNT * 4);
+        for (int i = 0; i < PLACES * COUNT; ++i)
+            hopper::barrier_init(q_full + i, 1), hopper::barrier_init(q_free + i, 4);
         hopper::barrier_init_fence();
     }
+    // In this order, so that the kernel of the fold may read the table before it waits.
+    wait_for_previous();
+    next_may_start();
     __syncthreads();
 
     bool const boxed = 64 % a.group == 0;  // a box of the copy engine holds the queries of a warpgroup
-    if (threadIdx.x >= GROUPS * 128) {     // the thread that asks for queries, keys and values
-        hopper::registers_shrink<40>();
-        if (threadIdx.x != GROUPS * 128) return;
-        if (!PART) asm volatile("griddepcontrol.wait;" ::: "memory");  // `taken` is zero from here on
-        int step = 0;  // blocks of keys so far
+    if (threadIdx.x >= COUNT * 128) {     // the thread that asks for queries, keys and values
+        hopper::registers_shrink<PART ? 40 : 56>();
+        if (threadIdx.x != COUNT * 128) return;
+        int slot = 0, turn = 0;  // of the ring
         int round = 0;
         auto const next_item = [&]() -> int {
             if (!PART) return gridDim.x + atomicAdd(a.taken, 1);
@@ -111,63 +121,79 @@ __global__ __launch_bounds__(GROUPS * 128 + 128, PART ? 2 : 1) void attention_fo
         };
         for (int n = 0, item = blockIdx.x;; ++n) {
             int following = next_item();
-            while (item < a.items && Tile<GROUPS, PART>(a, item).blocks == 0) item = following, following = next_item();
-            int const place = n % PLACES;
-            hopper::barrier_wait(q_free + place, n / PLACES % 2 ^ 1);
-            given[place] = item < a.items ? item : -1;
+            while (item < a.items && Tile<COUNT, PART>(a, item).blocks == 0) item = following, following = next_item();
+            auto const next_place = [&](int group) {  // once the warpgroup has done with the queries there
+                int const place = n % PLACES * COUNT + group;
+                hopper::barrier_wait(q_free + place, n / PLACES % 2 ^ 1);
+                given[place] = item < a.items ? item : -1;
+                return place;
+            };
             if (item >= a.items) {
-                hopper::barrier_arrive(q_full + place);
+                for (int group = 0; group < COUNT; ++group) hopper::barrier_arrive(q_full + next_place(group));
                 return;
             }
-            Tile<GROUPS, PART> const tile(a, item);
+            Tile<COUNT, PART> const tile(a, item);
             Segment const& segment = tile.segment;
-            if (boxed) {
-                hopper::barrier_expect(q_full + place, GROUPS * TILE);
-                for (int i = 0; i < GROUPS * (D / 64); ++i)
-                    hopper::tma_load(q_tiles + (place * GROUPS * (D / 64) + i) * KEYS * 128, &query_map, q_full + place,
-                                     i % (D / 64) * 64, tile.head * a.group,
-                                     segment.query_start + tile.query + i / (D / 64) * (64 / a.group), segment.row);
-            } else {
-                hopper::barrier_arrive(q_full + place);
-            }
+            auto const hand_out = [&] {
+#pragma unroll 1
+                for (int group = 0; group < COUNT; ++group) {
+                    int const place = next_place(group);
+                    if (!boxed) {
+                        hopper::barrier_arrive(q_full + place);
+                        continue;
+                    }
+                    hopper::barrier_expect(q_full + place, TILE);
+                    for (int half = 0; half < D / 64; ++half)
+                        hopper::tma_load(q_tiles + place * TILE + half * KEYS * 128, &query_map, q_full + place,
+                                         half * 64, tile.head * a.group,
+                                         segment.query_start + tile.query + group * (64 / a.group), segment.row);
+                }
+            };
             int const* const pages = a.pages + static_cast<int64_t>(tile.line) * a.listed;
-            auto const fetch = [&](CUtensorMap const* map, uint8_t* to, uint64_t* full, int start) {
+            auto const fetch = [&](CUtensorMap const* map, int start) {
+                hopper::barrier_wait(free + slot, turn ^ 1);
+                uint8_t* const to = ring + slot * TILE;
                 int const pieces = min(KEYS, segment.keys - start + a.box - 1) / a.box;
-                hopper::barrier_expect(full, pieces * a.box * D * 2);
+                hopper::barrier_expect(ready + slot, pieces * a.box * D * 2);
+#pragma unroll 1
                 for (int i = 0; i < pieces; ++i) {
                     int const at = start + i * a.box;
                     int const row = a.page ? pages[at / a.page] : segment.row;
                     int const token = a.page ? at % a.page : segment.key_start + at;
+#pragma unroll 1
                     for (int half = 0; half < D / 64; ++half)
-                        hopper::tma_load(to + (half * KEYS + i * a.box) * 128, map, full, half * 64, tile.head, token,
-                                         row);
+                        hopper::tma_load(to + (half * KEYS + i * a.box) * 128, map, ready + slot, half * 64, tile.head,
+                                         token, row);
                 }
+                if (++slot == RING) slot = 0, turn ^= 1;
             };
-            for (int j = 0; j < tile.blocks; ++j, ++step) {
-                int const stage = step % STAGES, parity = step / STAGES % 2 ^ 1, start = tile.first + j * KEYS;
-                hopper::barrier_wait(k_free + stage, parity);
-                fetch(&key_map, k_tile + stage * TILE, k_full + stage, start);
-                hopper::barrier_wait(v_free + stage, parity);
-                fetch(&value_map, v_tile + stage * TILE, v_full + stage, start);
+#pragma unroll 1
+            for (int j = 0; j < tile.blocks; ++j) {
+                fetch(&key_map, tile.first + j * KEYS);
+                if (j == 0) hand_out();
+                fetch(&value_map, tile.first + j * KEYS);
             }
             item = following;
         }
     }
 
-    hopper::registers_grow<PART ? 216 : 232>();
+    hopper::registers_grow<PART ? 216 : 152>();
     int const group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // so that the compiler knows it is one a warp
     int const thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     int const row = group * 64 + thread / 32 * 16 + lane / 4, column = lane % 4 * 2, heads = a.kv * a.group;
-    uint64_t const k_at = hopper::k_major(k_tile), v_at = hopper::mn_major(v_tile, KEYS * 128);
-    int step = 0;  // blocks of keys before this tile
+    uint64_t const k_at = hopper::k_major(ring), v_at = hopper::mn_major(ring, KEYS * 128);
+    uint8_t* const rows_out = totals + threadIdx.x / 32 * (64 * D);
+    float4* const total_mine = reinterpret_cast<float4*>(rows_out) + lane;
+    uint32_t step = 0;  // blocks of keys before this tile
     for (int n = 0;; ++n) {
-        int const place = n % PLACES;
+        int const place = n % PLACES * COUNT + group;
         hopper::barrier_wait(q_full + place, n / PLACES % 2);
-        if (given[place] < 0) return;
-        Tile<GROUPS, PART> const tile(a, given[place]);
+        int const item = __shfl_sync(0xffffffff, lane == 0 ? given[place] : 0, 0);  // of the lane that arrives below
+        if (item < 0) return;
+        Tile<COUNT, PART> const tile(a, item);
         Segment const& segment = tile.segment;
         int const first = tile.first, blocks = tile.blocks;
-        uint8_t* const q_mine = q_tiles + (place * GROUPS + group) * TILE;
+        uint8_t* const q_mine = q_tiles + place * TILE;
         if (!boxed) {
             for (int i = thread; i < 64 * D / 8; i += 128) {
                 int const r = i / (D / 8), of = group * 64 + r, query = tile.query + of / a.group;
@@ -192,25 +218,24 @@ __global__ __launch_bounds__(GROUPS * 128 + 128, PART ? 2 : 1) void attention_fo
         // The state of a row: its scaled maximum m, its mass, and in acc the sum of exp2(scores - m)·v. Two rows a
         // thread, r and r + 8 of the fragment; the total is that of the splits which have ended.
         float scores[32], acc[D / 2], mass[4] = {}, m[2], rescale[2];
-        float total[PART ? 1 : D / 2], total_m[2], total_mass[2] = {};
+        float total_m[2], total_mass[2] = {};
+        bool folded = false;
         uint32_t p[4][4];
         m[0] = m[1] = total_m[0] = total_m[1] = -INFINITY;
 #pragma unroll
         for (int i = 0; i < D / 2; ++i) acc[i] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < (PART ? 1 : D / 2); ++i) total[i] = 0.0f;
 
         uint64_t const q_at = hopper::k_major(q_mine);
-        auto const stage_of = [&](int j) { return (step + j) % STAGES; };
-        auto const wait_for = [&](uint64_t* full, int j) {
-            hopper::barrier_wait(full + stage_of(j), (step + j) / STAGES % 2);
+        // Of the keys of block j, 2 * j; of its values, 2 * j + 1.
+        auto const place_of = [&](int number) { return (2 * step + number) % RING; };
+        auto const wait_for = [&](int number) {
+            hopper::barrier_wait(ready + place_of(number), (2 * step + number) / RING % 2);
         };
-        auto const release = [&](uint64_t* barriers, int j) {
-            if (lane == 0) hopper::barrier_arrive(barriers + stage_of(j));
+        auto const release = [&](int number) {
+            if (lane == 0) hopper::barrier_arrive(free + place_of(number));
         };
-        auto const multiply_keys = [&](int j) {
-            uint64_t const keys = k_at + stage_of(j) * (TILE / 16);
-            wait_for(k_full, j);
+        auto const multiply_keys = [&](int j) {  // after wait_for(2 * j)
+            uint64_t const keys = k_at + place_of(2 * j) * (TILE / 16);
             hopper::registers_fence(scores);
             hopper::wgmma_fence();
 #pragma unroll
@@ -220,17 +245,17 @@ __global__ __launch_bounds__(GROUPS * 128 + 128, PART ? 2 : 1) void attention_fo
             }
             hopper::wgmma_commit();
         };
-        auto const multiply_values = [&](int j) {  // after wait_for(v_full, j)
+        auto const multiply_values = [&](int j) {  // after wait_for(2 * j + 1)
             int const known = segment.keys - first - j * KEYS;
             if (known < KEYS) {  // what stands past the last key may be NaN, and 0·NaN is NaN
                 for (int i = thread; i < (KEYS - known) * (D / 8); i += 128) {
                     int const at = swizzled(KEYS - 1 - i / (D / 8), i % (D / 8), KEYS);
-                    *reinterpret_cast<uint4*>(v_tile + stage_of(j) * TILE + at) = uint4{};
+                    *reinterpret_cast<uint4*>(ring + place_of(2 * j + 1) * TILE + at) = uint4{};
                 }
                 hopper::async_fence();
                 hopper::group_sync(1 + group, 128);
             }
-            uint64_t const values = v_at + stage_of(j) * (TILE / 16);
+            uint64_t const values = v_at + place_of(2 * j + 1) * (TILE / 16);
             hopper::registers_fence(acc);
             hopper::wgmma_fence();
 #pragma unroll
@@ -239,9 +264,9 @@ __global__ __launch_bounds__(GROUPS * 128 + 128, PART ? 2 : 1) void attention_fo
                     acc, p[k], values + k * hopper::MN_STEP, 1);
             hopper::wgmma_commit();
         };
-        auto const weigh = [&](int j) {  // scores become exp2(scores - m)
+        auto const weigh_as = [&](int j, bool masked) {  // scores become exp2(scores - m)
             int const start = first + j * KEYS;
-            if (start >= full) {
+            if (masked) {
                 int const reach = a.window > 0 ? a.window : 1 << 30;
 #pragma unroll
                 for (int i = 0; i < 32; ++i) {
@@ -264,6 +289,18 @@ __global__ __launch_bounds__(GROUPS * 128 + 128, PART ? 2 : 1) void attention_fo
                 m[r] = top;
             }
         };
+        // Twice the code: the compiler carries no exponentials out of a branch and behind the wait for the sums.
+        auto const weigh = [&](int j) {
+            if (first + j * KEYS >= full) {
+                weigh_as(j, true);
+                hopper::registers_fence(scores);
+                asm volatile("// some rows do not see all");
+            } else {
+                weigh_as(j, false);
+                hopper::registers_fence(scores);
+                asm volatile("// every row sees all");
+            }
+        };
         auto const sum_rows = [&] {  // and round them for the product with the values
 #pragma unroll
             for (int k = 0; k < KEYS / 16; ++k) {
@@ -273,45 +310,56 @@ __global__ __launch_bounds__(GROUPS * 128 + 128, PART ? 2 : 1) void attention_fo
                 add_rows<Element>(mass, p[k]);
             }
         };
-        auto const fold = [&](float const(&ended)[2], float const(&ended_mass)[2]) {
+        auto const fold = [&](float const(&ended)[2], float const(&ended_mass)[2], bool last) {
             if constexpr (!PART) {
+                Factors const factors[2] = {{total_m[0], ended[0]}, {total_m[1], ended[1]}};
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    Factors const factors(total_m[r], ended[r]);
-                    total_mass[r] = factors(total_mass[r], ended_mass[r]);
+                for (int r = 0; r < 2; ++r) total_mass[r] = factors[r](total_mass[r], ended_mass[r]);
 #pragma unroll
-                    for (int i = 0; i < D / 2; ++i)
-                        if (i / 2 % 2 == r) total[i] = factors(total[i], acc[i]);
+                for (int i = 0; i < D / 8; ++i) {
+                    float4 total = folded ? total_mine[i * 32] : float4{};
+                    total.x = factors[0](total.x, acc[4 * i]), total.y = factors[0](total.y, acc[4 * i + 1]);
+                    total.z = factors[1](total.z, acc[4 * i + 2]), total.w = factors[1](total.w, acc[4 * i + 3]);
+                    if (last) {
+                        acc[4 * i] = total.x, acc[4 * i + 1] = total.y;
+                        acc[4 * i + 2] = total.z, acc[4 * i + 3] = total.w;
+                    } else {
+                        total_mine[i * 32] = total;
+                    }
                 }
+                folded = true;
             }
         };
 
+        wait_for(0);
         multiply_keys(0);
         hopper::wgmma_wait<0>();
         hopper::registers_fence(scores);
-        release(k_free, 0);
+        release(0);
         weigh(0);
         sum_rows();
-        wait_for(v_full, 0);
+        wait_for(1);
         int border = PART ? 0 : a.schedule.start(a.schedule.of(first) + 1);  // where the next split starts
         for (int j = 1; j < blocks; ++j) {
             // The scores of this block and the sums of the one before are in flight together.
+            wait_for(2 * j);
             multiply_keys(j);
             multiply_values(j - 1);
             hopper::wgmma_wait<1>();
             hopper::registers_fence(scores);
-            release(k_free, j);
+            release(2 * j);
             bool const fresh = first + j * KEYS == border;
-            float const ended[2] = {m[0], m[1]}, ended_mass[2] = {mass[0], mass[2]};
+            float const ended[2] = {m[0], m[1]};
             if (fresh) m[0] = m[1] = -INFINITY;  // then rescale is 0
             weigh(j);
             hopper::registers_fence(scores);
-            wait_for(v_full, j);  // here, so that the compiler cannot move the next wait up before the exponentials
+            wait_for(2 * j + 1);
             hopper::wgmma_wait<0>();
             hopper::registers_fence(acc);
-            release(v_free, j - 1);
+            release(2 * j - 1);
             if (fresh) {
-                fold(ended, ended_mass);
+                float const ended_mass[2] = {mass[0], mass[2]};
+                fold(ended, ended_mass, false);
                 border = a.schedule.start(a.schedule.of(border) + 1);
             }
 #pragma unroll
@@ -320,12 +368,13 @@ __global__ __launch_bounds__(GROUPS * 128 + 128, PART ? 2 : 1) void attention_fo
             for (int i = 0; i < D / 2; ++i) acc[i] = __fmul_rn(acc[i], rescale[i / 2 % 2]);
             sum_rows();
         }
+        if (lane == 0) hopper::barrier_arrive(q_free + place);
         multiply_values(blocks - 1);
         hopper::wgmma_wait<0>();
         hopper::registers_fence(acc);
-        release(v_free, blocks - 1);
+        release(2 * blocks - 1);
         float const ended_mass[2] = {mass[0], mass[2]};
-        fold(m, ended_mass);
+        fold(m, ended_mass, true);
         step += blocks;
 
         int64_t const slot = static_cast<int64_t>(segment.row) * a.queries + segment.query_start;
@@ -342,11 +391,10 @@ __global__ __launch_bounds__(GROUPS * 128 + 128, PART ? 2 : 1) void attention_fo
                         *reinterpret_cast<float2*>(a.part + cell * a.width + i * 8 + column) =
                             float2{acc[4 * i + 2 * r], acc[4 * i + 2 * r + 1]};
             }
-            if (lane == 0) hopper::barrier_arrive(q_free + place);
             continue;
         }
         int const known = min(segment.queries, a.limit);  // what is longer than promised is NaN already
-        hopper::group_sync(1 + group, 128);  // all products with the queries are done: their place holds the rows now
+        __syncwarp();  // the totals of the warp have been read: their place holds the rows on the way out
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             int const of = row + 8 * r, query = tile.query + of / a.group, head = tile.head * a.group + of % a.group;
@@ -355,22 +403,20 @@ __global__ __launch_bounds__(GROUPS * 128 + 128, PART ? 2 : 1) void attention_fo
             if (live && column == 0) a.lse[(slot + query) * heads + head] = finish.lse;
 #pragma unroll
             for (int i = 0; i < D / 8; ++i) {
-                float const left = finish(total[4 * i + 2 * r]), right = finish(total[4 * i + 2 * r + 1]);
-                *reinterpret_cast<uint32_t*>(q_mine + swizzled(of % 64, i, 64) + column * 2) =
+                float const left = finish(acc[4 * i + 2 * r]), right = finish(acc[4 * i + 2 * r + 1]);
+                *reinterpret_cast<uint32_t*>(rows_out + swizzled(of % 16, i, 16) + column * 2) =
                     hopper::pack(left, right, Element());
             }
         }
         __syncwarp();
         for (int i = lane; i < 16 * D / 8; i += 32) {
-            int const r = thread / 32 * 16 + i / (D / 8), of = group * 64 + r, query = tile.query + of / a.group;
+            int const of = group * 64 + thread / 32 * 16 + i / (D / 8), query = tile.query + of / a.group;
             if (query >= known || of / a.group >= tile.span || i % (D / 8) * 8 >= a.width) continue;
             int64_t const cell = (slot + query) * heads + tile.head * a.group + of % a.group;
             *reinterpret_cast<uint4*>(static_cast<Element*>(a.out) + cell * a.width + i % (D / 8) * 8) =
-                *reinterpret_cast<uint4 const*>(q_mine + swizzled(r, i % (D / 8), 64));
+                *reinterpret_cast<uint4 const*>(rows_out + swizzled(i / (D / 8), i % (D / 8), 16));
         }
-        hopper::async_fence();
         __syncwarp();
-        if (lane == 0) hopper::barrier_arrive(q_free + place);
     }
 }
 
@@ -379,37 +425,55 @@ __device__ __forceinline__ int segment_of(int const* table, int segments, int ro
     int found = -1;
     for (int i = threadIdx.x % 32; i < segments; i += 32) {
         int const* const line = table + i * 5;
-        if (line[0] == row && token >= line[column] && token < line[column] + line[column + 1]) found = i;
+        // Past L1, for a kernel that has not waited yet: see the fold.
+        int const at = __ldcg(line), start = __ldcg(line + column), length = __ldcg(line + column + 1);
+        if ((at == row) & (token >= start) & (token < start + length)) found = i;
     }
     return __reduce_max_sync(0xffffffff, found);
 }
 
+template <int N>
+struct alignas(4 * N) Numbers {
+    float of[N];
+};
+
 // A warp folds the splits of one query head of a slot upward. A pad gets 0 and -inf; what is longer than promised, NaN.
 template <typename Element, int D>
-__global__ __launch_bounds__(128) void attention_fold_kernel(__grid_constant__ Forward const a) {
-    constexpr int MINE = D / 32;
+__global__ __launch_bounds__(128, 4) void attention_fold_kernel(__grid_constant__ Forward const a) {
+    constexpr int MINE = D / 32, DEPTH = 16;  // columns a lane; splits on their way at a time
+    next_may_start();
+    // The kernel in front has let this one start after its own wait, so the table is there; the splits are not yet.
     int const heads = a.kv * a.group, lane = threadIdx.x % 32;
     int64_t const cell = static_cast<int64_t>(blockIdx.x) * 4 + threadIdx.x / 32, cells = a.slots * heads;
+    int const token = static_cast<int>(cell / heads % a.queries), row = static_cast<int>(cell / heads / a.queries);
+    int const line = cell < cells ? segment_of(a.table, a.segments, row, token, 1) : -1;
+    int const* const entry = a.table + max(line, 0) * 5;
+    int const query = token - __ldcg(entry + 1), position = __ldcg(entry + 4) - __ldcg(entry + 2) + query;
+    int const first = a.window > 0 ? a.schedule.of(max(position - a.window + 1, 0)) : 0;
+    int const last = a.schedule.of(position), end = min(last + 1, a.splits);
+    wait_for_previous();
     if (cell >= cells) return;
-    int const token = static_cast<int>(cell / heads % a.queries);
     auto* const out = static_cast<Element*>(a.out) + cell * a.width + lane * MINE;
     bool const inside = lane * MINE < a.width;
-    int const line = segment_of(a.table, a.segments, static_cast<int>(cell / heads / a.queries), token, 1);
     if (line < 0) {
-        asm volatile("griddepcontrol.wait;" ::: "memory");
         for (int i = 0; inside && i < MINE; ++i) out[i] = Element(0.0f);
         if (lane == 0) a.lse[cell] = -INFINITY;
         return;
     }
-    asm volatile("griddepcontrol.wait;" ::: "memory");  // from here on the states of the splits are there
-    Segment const segment(a.table + line * 5);
-    int const query = token - segment.query_start, position = segment.keys - segment.queries + query;
-    int const first = a.window > 0 ? a.schedule.of(max(position - a.window + 1, 0)) : 0;
-    int const last = a.schedule.of(position), end = min(last + 1, a.splits);
+    Numbers<MINE> acc[DEPTH], total = {};
+    int64_t const step = cells * a.width;
+    auto const fetch = [&](int start) {
+        float const* from = a.part + start * step + cell * a.width + lane * MINE;
+#pragma unroll
+        for (int i = 0; i < DEPTH; ++i, from += step) {
+            acc[i] = Numbers<MINE>{};
+            if (inside && start + i < end) acc[i] = *reinterpret_cast<Numbers<MINE> const*>(from);
+        }
+    };
     // The factors of 32 splits side by side, from the maximum up to each; the sums one after the other.
-    constexpr int DEPTH = 8;
-    float total_m = -INFINITY, total_mass = 0.0f, total[MINE] = {};
+    float total_m = -INFINITY, total_mass = 0.0f;
     for (int chunk = first; chunk < end; chunk += 32) {
+        fetch(chunk);
         bool const mine = chunk + lane < end;
         int64_t const place = (chunk + lane) * cells + cell;
         float const m = mine ? a.part_m[place] : -INFINITY, mass = mine ? a.part_mass[place] : 0.0f;
@@ -422,27 +486,21 @@ __global__ __launch_bounds__(128) void attention_fold_kernel(__grid_constant__ F
         float so_far = lane == 0 ? total_m : below;
         Factors const factors(so_far, m);
         for (int start = 0; start < min(32, end - chunk); start += DEPTH) {
-            float acc[DEPTH][MINE];
+            if (start > 0) fetch(chunk + start);
 #pragma unroll
             for (int i = 0; i < DEPTH; ++i) {
-                int64_t const there = (chunk + start + i) * cells + cell;
-#pragma unroll
-                for (int c = 0; c < MINE; ++c)
-                    acc[i][c] = inside && chunk + start + i < end ? a.part[there * a.width + lane * MINE + c] : 0.0f;
-            }
-#pragma unroll
-            for (int i = 0; i < DEPTH; ++i) {
+                if (chunk + start + i >= end) break;
                 Factors const of_split = factors.of_lane(start + i);
                 total_mass = of_split(total_mass, __shfl_sync(0xffffffff, mass, start + i));
 #pragma unroll
-                for (int c = 0; c < MINE; ++c) total[c] = of_split(total[c], acc[i][c]);
+                for (int c = 0; c < MINE; ++c) total.of[c] = of_split(total.of[c], acc[i].of[c]);
             }
         }
         total_m = __shfl_sync(0xffffffff, top, 31);
     }
     Finish const finish(total_m, total_mass, a.sinks == nullptr ? nullptr : a.sinks + cell % heads);
     float const wrong = last >= a.splits || query >= a.limit ? NAN : 1.0f;
-    for (int i = 0; inside && i < MINE; ++i) out[i] = Element(finish(total[i]) * wrong);
+    for (int i = 0; inside && i < MINE; ++i) out[i] = Element(finish(total.of[i]) * wrong);
     if (lane == 0) a.lse[cell] = finish.lse * wrong;
 }
 
@@ -451,7 +509,8 @@ template <typename Element>
 __global__ __launch_bounds__(128) void attention_pads_kernel(
     Element* x, float* lse, int* taken, int const* table, int segments, int rows, int length, int heads, int width,
     int column, int limit) {
-    asm volatile("griddepcontrol.launch_dependents;");
+    next_may_start();
+    wait_for_previous();
     if (taken != nullptr && blockIdx.x == 0 && threadIdx.x == 0) *taken = 0;
     int const lane = threadIdx.x % 32;
     int64_t const slot = static_cast<int64_t>(blockIdx.x) * 4 + threadIdx.x / 32;
@@ -589,17 +648,6 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
             int const first = start - before;  // may be negative: rows that the consumers clear
             int64_t const line_of = static_cast<int64_t>(segment.row) * a.kv * a.group + member;
             float2 const* const line_stats = a.stats + line_of * a.queries + segment.query_start;
-            for (int i = lane; i < 64; i += 32) {
-                bool const live = first + i >= 0 && first + i < segment.queries;
-                uint32_t const to = hopper::shared_address(reinterpret_cast<float2*>(stats + stage * 32) + i);
-                asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to),
-                             "l"(line_stats + (live ? first + i : 0)), "r"(live ? 8 : 0)
-                             : "memory");
-            }
-            uint32_t const there = hopper::shared_address(full + stage);
-            // Counted among the 33 arrivals of `full`: 32 of these and the one of TMA. racecheck does not follow it, and
-            // reports the copies above against the reads behind the barrier.
-            asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(there) : "memory");
             if (lane == 0) {
                 hopper::barrier_expect(full + stage, 2 * TILE);
                 for (int half = 0; half < D / 64; ++half) {
@@ -608,8 +656,17 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
                     hopper::tma_load(g_tile + at, &grad_map, full + stage, half * 64, member, token, segment.row);
                 }
             }
+            // The stats, while the tiles are on their way: each lane arrives for its two.
+            float2 two[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                int const at = first + lane + 32 * i;
+                two[i] = at >= 0 && at < segment.queries ? line_stats[at] : float2{};
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) reinterpret_cast<float2*>(stats + stage * 32)[lane + 32 * i] = two[i];
+            hopper::barrier_arrive(full + stage);
         }
-        asm volatile("cp.async.wait_all;" ::: "memory");
         return;
     }
 
@@ -685,6 +742,7 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
             hopper::registers_fence(dk);
             hopper::registers_fence(dv);
         }
+        __syncwarp();  // all lanes have read the stats
         if (lane == 0) hopper::barrier_arrive(free + stage);
     }
 
@@ -883,16 +941,17 @@ cudaError_t launch(Kernel kernel, int64_t blocks, int threads, int bytes, bool e
 template <typename Element>
 cudaError_t clear_pads(void* x, float* lse, int* taken, int const* table, int segments, int64_t rows, int length,
                        int heads, int width, int column, int limit, cudaStream_t stream) {
-    return launch(attention_pads_kernel<Element>, (rows * length + 3) / 4, 128, 0, false, stream,
+    return launch(attention_pads_kernel<Element>, (rows * length + 3) / 4, 128, 0, true, stream,
                   static_cast<Element*>(x), lse, taken, table, segments, int(rows), length, heads, width, column,
                   limit);
 }
 
-template <typename Element, int D, int GROUPS, bool PART, int STAGES, int PLACES>
+template <typename Element, int D, int COUNT, bool PART, int RING, int PLACES>
 cudaError_t launch_forward(CUtensorMap const (&maps)[3], Forward const& a, int64_t blocks, cudaStream_t stream) {
-    int const bytes = (PLACES * GROUPS + 2 * STAGES) * KEYS * D * 2 + STAGES * 32 + PLACES * 16 + 16;
-    return launch(attention_forward_kernel<Element, D, GROUPS, PART, STAGES, PLACES>, blocks, GROUPS * 128 + 128, bytes,
-                  !PART, stream, maps[0], maps[1], maps[2], a);
+    int const bytes = (PLACES * COUNT + RING + (PART ? 0 : 2 * COUNT)) * KEYS * D * 2 + RING * 16 +
+                      PLACES * COUNT * 20 + 16;
+    return launch(attention_forward_kernel<Element, D, COUNT, PART, RING, PLACES>, blocks, COUNT * 128 + 128, bytes,
+                  true, stream, maps[0], maps[1], maps[2], a);
 }
 
 template <typename Element, int D>
@@ -904,19 +963,26 @@ cudaError_t run_forward(Forward a, void const* key, void const* value, int64_t k
         RLSPEC_TRY(map_tokens<Element>(&maps[0], a.query, rows, a.queries, heads, a.width, a.q, 64 / a.group, a.group));
     RLSPEC_TRY(map_tokens<Element>(&maps[1], key, key_rows, key_tokens, a.kv, a.width, k, a.box));
     RLSPEC_TRY(map_tokens<Element>(&maps[2], value, key_rows, key_tokens, a.kv, a.width, v, a.box));
-    a.items = a.kv * a.segments * a.tiles * (a.part != nullptr ? a.splits : 1);
+    int const pairs = a.kv * a.segments;
+    a.near = pairs;
+    if (a.part == nullptr) {
+        int64_t const keys = min(int64_t(a.schedule.start(a.splits)), a.page ? int64_t(a.listed) * a.page : key_tokens);
+        a.near = int(max(int64_t(1), min(int64_t(pairs), NEAR / (keys * a.width * 4))));
+        a.splits = 1;
+    }
+    a.items = pairs * a.tiles * a.splits;
     int device = 0, processors = 0;
     RLSPEC_TRY(cudaGetDevice(&device));
     RLSPEC_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
     if (a.part != nullptr) {
         int const busy = 2 * processors;  // blocks of threads at a time
-        if (a.items > 4 * busy) RLSPEC_TRY((launch_forward<Element, D, 1, true, 2, 2>(maps, a, busy, stream)));
-        else RLSPEC_TRY((launch_forward<Element, D, 1, true, 3, 1>(maps, a, a.items, stream)));
+        if (a.items > 4 * busy) RLSPEC_TRY((launch_forward<Element, D, 1, true, 4, 2>(maps, a, busy, stream)));
+        else RLSPEC_TRY((launch_forward<Element, D, 1, true, 6, 1>(maps, a, a.items, stream)));
         return launch(attention_fold_kernel<Element, D>, (a.slots * heads + 3) / 4, 128, 0, true, stream, a);
     }
     RLSPEC_TRY(clear_pads<Element>(a.out, a.lse, a.taken, a.table, a.segments, rows, a.queries, heads, a.width, 1,
                                    a.limit, stream));
-    return launch_forward<Element, D, 2, false, 4, 2>(maps, a, min(a.items, processors), stream);
+    return launch_forward<Element, D, GROUPS, false, D == 128 ? 5 : 12, 1>(maps, a, min(a.items, processors), stream);
 }
 
 template <typename Element, int D>
@@ -953,6 +1019,7 @@ cudaError_t run_backward(Backward a, void const* key, void const* value, int64_t
 
 using namespace rlspec;
 
+
 // `part`, `part_m` and `part_mass` null: splits are folded in place. `scale` holds log2(e) too.
 extern "C" int attention_forward(
     void const* query, void const* key, void const* value, int const* table, int const* pages, float const* sinks,
@@ -961,7 +1028,7 @@ extern "C" int attention_forward(
     int64_t q_token, int64_t q_head, int64_t k_row, int64_t k_token, int64_t k_head, int64_t v_row, int64_t v_token,
     int64_t v_head, int64_t segments, int64_t max_query, int64_t splits, int64_t listed, int64_t page, int64_t window,
     int64_t early, int64_t change, int64_t late, float scale, cudaStream_t stream) {
-    int const span = (part != nullptr ? 64 : 128) / static_cast<int>(group);
+    int const span = (part != nullptr ? 64 : GROUPS * 64) / static_cast<int>(group);
     Forward a = {};
     a.query = query, a.table = table, a.pages = pages, a.sinks = sinks, a.out = out, a.lse = lse;
     a.taken = taken, a.part = part, a.part_m = part_m, a.part_mass = part_mass;

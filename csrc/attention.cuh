@@ -13,10 +13,10 @@ constexpr float LN2 = 0.6931471805599453f;
 // Borders between splits: every `early` keys up to position `change`, every `late` keys after it.
 struct Schedule {
     int early, change, late;
-    __device__ int of(int position) const {
+    __host__ __device__ int of(int position) const {
         return position < change ? position / early : change / early + (position - change) / late;
     }
-    __device__ int start(int split) const {
+    __host__ __device__ int start(int split) const {
         return split < change / early ? split * early : change + (split - change / early) * late;
     }
 };

@@ -85,17 +85,24 @@ __device__ __forceinline__ void store_here(const float (&acc)[T::HEIGHT][T::COLU
 
 // Tiles that are small or no multiple of 128 bytes wide are stored from registers.
 template <class T, bool SWAP>
-constexpr bool HERE = SWAP || T::COLUMNS % 64 != 0;
+constexpr bool HERE = SWAP || T::COLUMNS % 64 != 0 || T::LINES < T::ROWS;
 
 template <class T, bool SWAP>
 constexpr int BUFFERS = HERE<T, SWAP> ? 0 : T::CONSUMERS * 2 * 8192;
 
+// Products of up to 8 rows are launched behind the kernel before them (launch.cuh). Others are not: where they leave
+// multiprocessors free, the blocks of a next one would crowd there. `at_rest`: no kernel that may still be at work
+// writes the weight, so what fits into the ring of it is loaded before their turn.
+template <class T>
+constexpr bool BEHIND = T::LINES < T::ROWS;
+
 template <class T, bool SWAP>
 __global__ void __launch_bounds__(T::THREADS, 1)
     product(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-            const __grid_constant__ CUtensorMap stored, const Result out, const int steps) {
+            const __grid_constant__ CUtensorMap stored, const Result out, const int steps, const int at_rest) {
     extern __shared__ uint8_t memory[];
     uint8_t* loaded = aligned(memory);
+    if (BEHIND<T> && threadIdx.x == 0) next_may_start();
     if (threadIdx.x == 0) map_prefetch(&a), map_prefetch(&b);
     const Barriers barriers = start<T>(loaded, BUFFERS<T, SWAP>);
     const Walk<T> walk(SWAP ? out.columns : out.rows, SWAP ? out.rows : out.columns);
@@ -103,13 +110,30 @@ __global__ void __launch_bounds__(T::THREADS, 1)
     if (threadIdx.x < 128) {
         if constexpr (T::CONSUMERS > 1) registers_shrink<40>();
         if (threadIdx.x == 0) {
+            int early = 0;
+            if constexpr (BEHIND<T>) {
+                static_assert(!SWAP);
+                const Place first = walk.at(blockIdx.x);
+                const int m = first.m * T::ROWS, n = first.n * T::COLUMNS;
+                early = at_rest ? min(steps, T::STAGES) : 0;
+                for (int step = 0; step < early; ++step) {
+                    barrier_expect(barriers.full + step, T::STAGE);
+                    load_stage<T>(loaded + step * T::STAGE, barriers.full + step, nullptr, &b, m, n, step);
+                }
+                wait_for_previous();
+                for (int step = 0; step < early; ++step, ring.next()) {
+                    load_stage<T>(loaded + step * T::STAGE, barriers.full + step, &a, nullptr, m, n, step);
+                }
+            }
             for (int tile = blockIdx.x; tile < walk.count; tile += gridDim.x) {
                 const Place place = walk.at(tile);
-                produce<T>(loaded, barriers, ring, &a, &b, place.m * T::ROWS, place.n * T::COLUMNS, steps);
+                produce<T>(loaded, barriers, ring, &a, &b, place.m * T::ROWS, place.n * T::COLUMNS, steps,
+                           tile == blockIdx.x ? early : 0);
             }
         }
     } else {
         if constexpr (T::CONSUMERS > 1) registers_grow<232>();
+        if (BEHIND<T>) wait_for_previous();  // the result may take the place of what an earlier kernel reads
         const int warpgroup = threadIdx.x / 128 - 1;
         float acc[T::HEIGHT][T::COLUMNS / 2];
         for (int tile = blockIdx.x; tile < walk.count; tile += gridDim.x) {
@@ -135,7 +159,7 @@ struct Operand {
 };
 
 template <class T, bool SWAP>
-cudaError_t launch_product(Operand x, Operand weight, Result out, int64_t width, cudaStream_t stream) {
+cudaError_t launch_product(Operand x, Operand weight, Result out, int64_t width, bool at_rest, cudaStream_t stream) {
     using Element = typename T::Element;
     const Operand a = SWAP ? weight : x, b = SWAP ? x : weight;
     CUtensorMap a_map, b_map, stored = {};
@@ -150,11 +174,19 @@ cudaError_t launch_product(Operand x, Operand weight, Result out, int64_t width,
                                               CU_TENSOR_MAP_DATA_TYPE_FLOAT32};
         RLSPEC_TRY(map_tensor(&stored, types[out.type], 2, out.data, sizes, strides, box));
     }
-    int steps = static_cast<int>((width - 1) / T::PACE + 1);
+    const int steps = static_cast<int>((width - 1) / T::PACE + 1);
     const Walk<T> walk(SWAP ? out.columns : out.rows, SWAP ? out.rows : out.columns);
-    void* arguments[] = {&a_map, &b_map, &stored, &out, &steps};
-    return launch_steady(reinterpret_cast<const void*>(product<T, SWAP>), walk.count, T::THREADS,
-                         shared_bytes<T>(BUFFERS<T, SWAP>), arguments, stream);
+    constexpr int shared = shared_bytes<T>(BUFFERS<T, SWAP>);
+    const int rests = at_rest;
+    int blocks = 0;
+    RLSPEC_TRY(steady_blocks(reinterpret_cast<const void*>(product<T, SWAP>), walk.count, shared, &blocks));
+    if constexpr (BEHIND<T>) {
+        return launch_behind(product<T, SWAP>, blocks, T::THREADS, shared, stream, a_map, b_map, stored, out, steps,
+                             rests);
+    } else {
+        product<T, SWAP><<<blocks, T::THREADS, shared, stream>>>(a_map, b_map, stored, out, steps, rests);
+        return cudaGetLastError();
+    }
 }
 
 // ---- resumed ----
@@ -450,10 +482,14 @@ cudaError_t launch_plain(const void* a, const void* b, Result out, int64_t width
 
 #define TILE(NUMBER, SWAP, ...) \
     case NUMBER:                \
-        return launch_product<Tile<Element, __VA_ARGS__>, SWAP>(x, weight, out, width, stream);
+        return launch_product<Tile<Element, __VA_ARGS__>, SWAP>(x, weight, out, width, at_rest, stream);
+
+// Up to 8 rows.
+#define LEAN(NUMBER, COLUMNS, SLABS, STAGES) TILE(NUMBER, false, 64, COLUMNS, SLABS, STAGES, K_MAJOR, K_MAJOR, 8)
 
 template <typename Element>
-cudaError_t forward(int64_t tile, Operand x, Operand weight, Result out, int64_t width, cudaStream_t stream) {
+cudaError_t forward(int64_t tile, Operand x, Operand weight, Result out, int64_t width, bool at_rest,
+                    cudaStream_t stream) {
     switch (tile) {
         //  swap  rows columns slabs stages
         TILE(0, true, 64, 16, 4, 5)
@@ -466,12 +502,18 @@ cudaError_t forward(int64_t tile, Operand x, Operand weight, Result out, int64_t
         TILE(7, false, 128, 192, 1, 4)
         TILE(8, false, 128, 256, 1, 4)
         TILE(9, false, 256, 192, 1, 3)
+        //   columns slabs stages
+        LEAN(10, 32, 4, 10)
+        LEAN(11, 48, 4, 7)
+        LEAN(12, 96, 2, 8)
+        LEAN(13, 192, 1, 8)
     }
     return cudaErrorInvalidValue;
 }
 
 template <typename Element>
-cudaError_t along(int64_t tile, Operand x, Operand weight, Result out, int64_t width, cudaStream_t stream) {
+cudaError_t along(int64_t tile, Operand x, Operand weight, Result out, int64_t width, bool at_rest,
+                  cudaStream_t stream) {
     switch (tile) {
         TILE(2, false, 64, 64, 2, 6, K_MAJOR, MN_MAJOR)
         TILE(4, false, 64, 128, 2, 4, K_MAJOR, MN_MAJOR)
@@ -499,18 +541,19 @@ cudaError_t resumed_of(Operand a, Operand b, Result out, Blocks blocks, int64_t 
 
 using namespace rlspec;
 
-// out [rows, columns] = x [rows, width] · weightᵀ; weight [columns, width], or [width, columns] if `across`.
+// out [rows, columns] = x [rows, width] · weightᵀ; weight [columns, width], or [width, columns] if `across`. `at_rest`:
+// the weight was written before a kernel that nothing overtakes, so products of up to 8 rows may read it ahead.
 extern "C" int det_gemm_product(void const* x, void const* weight, void* out, int64_t type, int64_t out_type,
                                 int64_t rows, int64_t columns, int64_t width, int64_t x_stride, int64_t weight_stride,
-                                int64_t across, int64_t tile, cudaStream_t stream) {
+                                int64_t across, int64_t tile, int64_t at_rest, cudaStream_t stream) {
     const Operand left = {x, rows, x_stride}, right = {weight, columns, weight_stride};
     const Result result = {out, static_cast<Dtype>(out_type), static_cast<int>(rows), static_cast<int>(columns)};
     if (type == BF16)
-        return across ? along<__nv_bfloat16>(tile, left, right, result, width, stream)
-                      : forward<__nv_bfloat16>(tile, left, right, result, width, stream);
+        return across ? along<__nv_bfloat16>(tile, left, right, result, width, at_rest, stream)
+                      : forward<__nv_bfloat16>(tile, left, right, result, width, at_rest, stream);
     if (type == FP16)
-        return across ? along<__half>(tile, left, right, result, width, stream)
-                      : forward<__half>(tile, left, right, result, width, stream);
+        return across ? along<__half>(tile, left, right, result, width, at_rest, stream)
+                      : forward<__half>(tile, left, right, result, width, at_rest, stream);
     return cudaErrorInvalidValue;
 }
 

@@ -29,6 +29,8 @@ constexpr int PACKS = 4;  // loads of a thread that are in flight together
 template <typename T, int N>
 __global__ void __launch_bounds__(128) gather(int64_t const* tokens, T const* weight, T* out, int64_t vocabulary,
                                               int64_t width, int64_t weight_row, unsigned stretches) {
+    // Without `next_may_start`: nothing overtakes the first kernel of a model, so behind it the weights are at rest.
+    wait_for_previous();
     int64_t const row = blockIdx.x / stretches;
     int64_t const step = int64_t(blockDim.x) * N;
     int64_t const first = int64_t(blockIdx.x % stretches) * step * PACKS + threadIdx.x * N;
@@ -113,9 +115,8 @@ int embedding_forward(int64_t const* tokens, void const* weight, void* out, int6
         Grid const grid(rows, ceil_div(width, (packed ? N : 1) * PACKS), 128);
         if (!grid.fits) return int(cudaErrorInvalidValue);
         auto const kernel = packed ? gather<T, N> : gather<T, 1>;
-        kernel<<<grid.blocks, grid.threads, 0, stream>>>(tokens, (T const*)weight, (T*)out, vocabulary, width,
-                                                         weight_row, grid.stretches);
-        return int(cudaGetLastError());
+        return int(launch_behind(kernel, grid.blocks, grid.threads, 0, stream, tokens, (T const*)weight, (T*)out,
+                                 vocabulary, width, weight_row, grid.stretches));
     });
 }
 

@@ -12,20 +12,25 @@ constexpr int GROUP = 16;        // of the reduced index: one step of the matrix
 constexpr int SLAB = 64;         // of the reduced index: 128 bytes where it runs along them
 constexpr int BOX = SLAB * 128;  // bytes of a slab for 64 of M or N
 
-// ROWS × COLUMNS of D a block; a ring of STAGES, each SLABS slabs of 64 of the reduced index.
-template <typename Element_, int ROWS_, int COLUMNS_, int SLABS_, int STAGES_, Major A_ = K_MAJOR, Major B_ = K_MAJOR>
+// ROWS × COLUMNS of D a block; a ring of STAGES, each SLABS slabs of 64 of the reduced index. Of a, LINES rows are
+// loaded: all, or 8, which the matrix unit then reads as each 8 of its 64 rows, as there are no more.
+template <typename Element_, int ROWS_, int COLUMNS_, int SLABS_, int STAGES_, Major A_ = K_MAJOR, Major B_ = K_MAJOR,
+          int LINES_ = ROWS_>
 struct Tile {
     using Element = Element_;
-    static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, SLABS = SLABS_, STAGES = STAGES_;
+    static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_, SLABS = SLABS_, STAGES = STAGES_, LINES = LINES_;
     static constexpr Major A = A_, B = B_;
     static constexpr int PACE = SLABS * SLAB;               // of the reduced index a stage
     static constexpr int CONSUMERS = ROWS == 64 ? 1 : 2;    // warpgroups that multiply
     static constexpr int HEIGHT = ROWS / (64 * CONSUMERS);  // products of 64 rows each of them makes
     static constexpr int THREADS = 128 * (1 + CONSUMERS);
-    static constexpr int A_SLAB = ROWS * SLAB * 2, B_SLAB = COLUMNS * SLAB * 2;  // bytes
+    static constexpr int A_SLAB = LINES * SLAB * 2, B_SLAB = COLUMNS * SLAB * 2;  // bytes
     static constexpr int STAGE = SLABS * (A_SLAB + B_SLAB), RING = STAGES * STAGE;
     static_assert(ROWS == 64 * CONSUMERS * HEIGHT && COLUMNS % 8 == 0);
+    static_assert(LINES == ROWS || (LINES == 8 && ROWS == 64 && A == K_MAJOR));
 };
+
+constexpr uint64_t OF_8_ROWS = uint64_t(1024 / 16) << 32;  // of a K-major descriptor: from 8 rows to the next 8
 
 struct Barriers {
     uint64_t *full, *empty;
@@ -90,7 +95,7 @@ struct Walk {
 // Rows of a box of TMA.
 template <class T>
 constexpr int a_box() {
-    return T::A == K_MAJOR ? T::ROWS : SLAB;
+    return T::A == K_MAJOR ? T::LINES : SLAB;
 }
 template <class T>
 constexpr int b_box() {
@@ -108,22 +113,28 @@ __device__ __forceinline__ void load_slab(uint8_t* to, const CUtensorMap* map, u
     }
 }
 
-// The loads of one tile, by one thread.
+// What a stage holds of one step; null is the operand that is not loaded now.
+template <class T>
+__device__ __forceinline__ void load_stage(uint8_t* to, uint64_t* full, const CUtensorMap* a, const CUtensorMap* b,
+                                           int m, int n, int step) {
+#pragma unroll
+    for (int i = 0; i < T::SLABS; ++i) {
+        const int k = step * T::PACE + i * SLAB;
+        uint8_t *to_a = to + i * T::A_SLAB, *to_b = to + T::SLABS * T::A_SLAB + i * T::B_SLAB;
+        if (a != nullptr) load_slab<T::A, T::ROWS>(to_a, a, full, m, k);
+        if (b != nullptr) load_slab<T::B, T::COLUMNS>(to_b, b, full, n, k);
+    }
+}
+
+// The loads of one tile from step `first` on, by one thread.
 template <class T>
 __device__ __forceinline__ void produce(uint8_t* memory, Barriers barriers, Ring<T::STAGES>& ring, const CUtensorMap* a,
-                                        const CUtensorMap* b, int m, int n, int steps) {
-    for (int step = 0; step < steps; ++step) {
+                                        const CUtensorMap* b, int m, int n, int steps, int first = 0) {
+    for (int step = first; step < steps; ++step) {
         barrier_wait(barriers.empty + ring.stage, ring.parity ^ 1);
         uint64_t* full = barriers.full + ring.stage;
-        uint8_t* to = memory + ring.stage * T::STAGE;
         barrier_expect(full, T::STAGE);
-#pragma unroll
-        for (int i = 0; i < T::SLABS; ++i) {
-            const int k = step * T::PACE + i * SLAB;
-            uint8_t *to_a = to + i * T::A_SLAB, *to_b = to + T::SLABS * T::A_SLAB + i * T::B_SLAB;
-            load_slab<T::A, T::ROWS>(to_a, a, full, m, k);
-            load_slab<T::B, T::COLUMNS>(to_b, b, full, n, k);
-        }
+        load_stage<T>(memory + ring.stage * T::STAGE, full, a, b, m, n, step);
         ring.next();
     }
 }
@@ -140,7 +151,8 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[T::HEIGHT][T::COLUMN
     using Unit = Wgmma<typename T::Element, T::COLUMNS, T::A, T::B>;
     constexpr uint64_t a_step = T::A == K_MAJOR ? K_STEP : MN_STEP, b_step = T::B == K_MAJOR ? K_STEP : MN_STEP;
     const uint8_t *from_a = from + warpgroup * T::HEIGHT * BOX, *from_b = from + T::SLABS * T::A_SLAB;
-    const uint64_t a = T::A == K_MAJOR ? k_major(from_a) : mn_major(from_a, BOX);
+    constexpr uint64_t again = T::LINES == 8 ? OF_8_ROWS : 0;  // the next 8 rows are the same ones
+    const uint64_t a = (T::A == K_MAJOR ? k_major(from_a) : mn_major(from_a, BOX)) - again;
     const uint64_t b = T::B == K_MAJOR ? k_major(from_b) : mn_major(from_b, BOX);
     wgmma_fence();
 #pragma unroll
@@ -269,15 +281,21 @@ cudaError_t map_operand(CUtensorMap* map, const void* base, int64_t lines, int64
                             : map_matrix(map, typed, reduced, lines, stride, box, 64);
 }
 
-// Blocks that stay and walk over tiles, at most as many as the device has multiprocessors.
-inline cudaError_t launch_steady(const void* kernel, int tiles, int threads, int shared, void** arguments,
-                                 cudaStream_t stream) {
+// Blocks that stay and walk over tiles: at most as many as the device has multiprocessors.
+inline cudaError_t steady_blocks(const void* kernel, int tiles, int shared, int* blocks) {
     int device = 0, processors = 0;
     RLSPEC_TRY(cudaGetDevice(&device));
     RLSPEC_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
     RLSPEC_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-    RLSPEC_TRY(cudaLaunchKernel(kernel, dim3(tiles < processors ? tiles : processors), dim3(threads), arguments,
-                                static_cast<size_t>(shared), stream));
+    *blocks = tiles < processors ? tiles : processors;
+    return cudaSuccess;
+}
+
+inline cudaError_t launch_steady(const void* kernel, int tiles, int threads, int shared, void** arguments,
+                                 cudaStream_t stream) {
+    int blocks = 0;
+    RLSPEC_TRY(steady_blocks(kernel, tiles, shared, &blocks));
+    RLSPEC_TRY(cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), arguments, static_cast<size_t>(shared), stream));
     return cudaGetLastError();
 }
 

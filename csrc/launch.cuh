@@ -1,4 +1,5 @@
-// What every launcher needs: the names of errors, one way to pass them on, and descriptors for the copy engine (TMA).
+// What every launcher needs: the names of errors, one way to pass them on, kernels that start behind one another
+// without a gap, and descriptors for the copy engine (TMA).
 //
 // A launcher is extern "C", takes pointers, int64_t sizes, float numbers and at its end a stream, checks every code that
 // CUDA returns with RLSPEC_TRY, and returns the error of its launches. rlspec/device/native.py calls it.
@@ -26,6 +27,52 @@ namespace rlspec {
 // As a torch.dtype arrives in a launcher (int64_t): `DTYPES` in rlspec/device/native.py.
 enum Dtype : int64_t { BF16 = 0, FP16 = 1, FP32 = 2 };
 
+// ---- one kernel behind the other ----
+// A kernel that is launched with `launch_behind` may start while the one before it in the stream is still at work, so
+// that the way to its first instruction is gone by when that one ends. Before `wait_for_previous` it touches nothing
+// that another kernel writes or reads; behind it, all earlier kernels of the stream have ended, and what they wrote is
+// there. Every thread that touches memory calls it: a kernel that could end without would let the next one run beside
+// the one before.
+//
+// `next_may_start`, called by one thread of each block: now the next kernel may start; without it, when this one has
+// ended. A kernel without it, as `gather` in embedding.cu is, is one that nothing overtakes: when a later kernel
+// starts, whatever was written before that one is there. This alone makes it safe to read ahead of one's turn, as
+// `product` in det_gemm.cu does where it is told so.
+
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void next_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Into the cache of the device, where no write of another kernel can make it stale: may be asked for before one's turn.
+__device__ __forceinline__ void fetch_ahead(void const* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+// What a kernel begins with that has nothing to do before its turn.
+__device__ __forceinline__ void in_turn() {
+    next_may_start();
+    wait_for_previous();
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_behind(void (*kernel)(Parameters...), dim3 blocks, int64_t threads, size_t shared,
+                          cudaStream_t stream, Arguments... arguments) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = blocks;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    RLSPEC_TRY(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+    return cudaGetLastError();
+}
+
+// ---- tensor memory access ----
+
 // A descriptor for tiles of a tensor of `rank` dimensions, the fastest first; `strides` in bytes, of all but the fastest.
 // Places outside the tensor read as zero. The driver is asked for the encoder, so nothing is linked with libcuda.
 inline cudaError_t encode_tiled(CUtensorMap* map, CUtensorMapDataType type, uint32_t rank, void const* data,
@@ -44,6 +91,10 @@ inline cudaError_t encode_tiled(CUtensorMap* map, CUtensorMapDataType type, uint
         encode = reinterpret_cast<Encode>(found);
     }
     uint32_t const steps[5] = {1, 1, 1, 1, 1};
+    // The driver describes tensors in the context of the thread, and a thread of autograd may not have one yet.
+    int device = 0;
+    RLSPEC_TRY(cudaGetDevice(&device));
+    RLSPEC_TRY(cudaSetDevice(device));
     CUresult const code =
         encode(map, type, rank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -190,6 +190,7 @@ __device__ __forceinline__ void finish(T const* x, int64_t target, int64_t row, 
 template <typename T, bool PACKED>
 __global__ void __launch_bounds__(LANES, 4) stream_rows(T const* x, int64_t const* targets, float* found, float* tops,
                                                      float* scales, int64_t x_row, int64_t width, int64_t ignored) {
+    in_turn();
     int64_t const row = blockIdx.x, target = targets[row];
     if (target == ignored) {
         if (threadIdx.x == 0) found[row] = 0.0f;
@@ -202,6 +203,7 @@ __global__ void __launch_bounds__(LANES, 4) stream_rows(T const* x, int64_t cons
 template <typename T, bool PACKED>
 __global__ void __launch_bounds__(LANES, 4) read_spans(T const* x, int64_t const* targets, float* highs, float* totals,
                                                     int64_t x_row, int64_t width, unsigned spans, int64_t ignored) {
+    in_turn();
     int64_t const row = blockIdx.x / spans, first = int64_t(blockIdx.x % spans) * SPAN;
     if (targets[row] == ignored) return;
     State const state = read<T, PACKED>(x + row * x_row, first, first + SPAN < width ? first + SPAN : width);
@@ -217,6 +219,7 @@ template <typename T>
 __global__ void __launch_bounds__(128) join_spans(T const* x, int64_t const* targets, float const* highs, float* totals,
                                                   float* found, float* tops, float* scales, int64_t rows,
                                                   int64_t x_row, int64_t width, int spans, int64_t ignored) {
+    in_turn();
     int64_t const row = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (row >= rows) return;
     int64_t const target = targets[row];
@@ -294,8 +297,8 @@ int logprob_stream(void const* x, int64_t const* targets, float* found, float* t
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         auto const kernel = packed((T const*)x, x_row) ? stream_rows<T, true> : stream_rows<T, false>;
-        kernel<<<unsigned(rows), LANES, 0, stream>>>((T const*)x, targets, found, tops, scales, x_row, width, ignored);
-        return int(cudaGetLastError());
+        return int(launch_behind(kernel, rows, LANES, 0, stream, (T const*)x, targets, found, tops, scales, x_row,
+                                 width, ignored));
     });
 }
 
@@ -308,13 +311,10 @@ int logprob_spans(void const* x, int64_t const* targets, float* highs, float* to
     return with_dtype(dtype, [&](auto zero) -> int {
         using T = decltype(zero);
         auto const kernel = packed((T const*)x, x_row) ? read_spans<T, true> : read_spans<T, false>;
-        kernel<<<unsigned(rows * spans), LANES, 0, stream>>>((T const*)x, targets, highs, totals, x_row, width,
-                                                             unsigned(spans), ignored);
-        RLSPEC_TRY(cudaGetLastError());
-        join_spans<T><<<unsigned(ceil_div(rows, 128)), 128, 0, stream>>>((T const*)x, targets, highs, totals, found,
-                                                                         tops, scales, rows, x_row, width, int(spans),
-                                                                         ignored);
-        return int(cudaGetLastError());
+        RLSPEC_TRY(launch_behind(kernel, rows * spans, LANES, 0, stream, (T const*)x, targets, highs, totals, x_row,
+                                 width, unsigned(spans), ignored));
+        return int(launch_behind(join_spans<T>, ceil_div(rows, 128), 128, 0, stream, (T const*)x, targets, highs,
+                                 totals, found, tops, scales, rows, x_row, width, int(spans), ignored));
     });
 }
 

@@ -10,6 +10,7 @@ namespace rlspec {
 template <typename R, typename T, int N>
 __global__ void __launch_bounds__(256) residual_sum(R const* residual, T const* x, R* out, int64_t width,
                                                     int64_t residual_row, int64_t x_row, unsigned stretches) {
+    in_turn();
     int64_t const row = blockIdx.x / stretches;
     int64_t const column = (int64_t(blockIdx.x % stretches) * blockDim.x + threadIdx.x) * N;
     if (column >= width) return;
@@ -30,9 +31,8 @@ int launch(void const* residual, void const* x, void* out, int64_t rows, int64_t
     int64_t const threads = packs < 256 ? ceil_div(packs, 32) * 32 : 256;
     int64_t const stretches = ceil_div(packs, threads);
     if (rows * stretches > INT32_MAX) return cudaErrorInvalidValue;
-    residual_sum<R, T, N><<<unsigned(rows * stretches), unsigned(threads), 0, stream>>>(
-        (R const*)residual, (T const*)x, (R*)out, width, residual_row, x_row, unsigned(stretches));
-    return cudaGetLastError();
+    return launch_behind(residual_sum<R, T, N>, rows * stretches, threads, 0, stream, (R const*)residual, (T const*)x,
+                         (R*)out, width, residual_row, x_row, unsigned(stretches));
 }
 
 template <typename R, typename T>

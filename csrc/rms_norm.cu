@@ -150,6 +150,7 @@ template <typename T, int ROUNDS, int TIMES, int THREADS, bool ROUND_FIRST>
 __global__ void __launch_bounds__(THREADS, resident(1024, sizeof(T), THREADS))
     norm(Rows<T> x, T const* weight, T* y, unsigned rows, unsigned inner, int width, float eps, float per_width,
          Spread spread) {
+    in_turn();
     constexpr int N = 16 / sizeof(T);
     __shared__ float parts[TIMES][32];
     unsigned const together = blockDim.x >> spread.across_bits;
@@ -185,6 +186,7 @@ template <typename T, int ROUNDS, int TIMES, int THREADS>
 __global__ void __launch_bounds__(THREADS, resident(512, sizeof(T), THREADS))
     norm_data_gradient(Rows<T> x, T const* weight, Rows<T> dy, T* dx, unsigned rows, unsigned inner, int width,
                        float eps, float per_width, Spread spread) {
+    in_turn();
     constexpr int N = 16 / sizeof(T);
     __shared__ float parts[2 * TIMES][32];
     unsigned const together = blockDim.x >> spread.across_bits;
@@ -235,6 +237,7 @@ template <typename T>
 __global__ void __launch_bounds__(1024) norm_any(Rows<T> x, T const* weight, T* y, unsigned rows, unsigned inner,
                                                  int width, float eps, float per_width, bool round_before_weight,
                                                  Spread spread) {
+    in_turn();
     __shared__ float parts[32];
     unsigned const across = spread.lanes * spread.warps;
     unsigned const row = blockIdx.x * (blockDim.x / across) + threadIdx.x / across, along = threadIdx.x % across;
@@ -259,6 +262,7 @@ template <typename T>
 __global__ void __launch_bounds__(1024) norm_data_gradient_any(Rows<T> x, T const* weight, Rows<T> dy, T* dx,
                                                                unsigned rows, unsigned inner, int width, float eps,
                                                                float per_width, Spread spread) {
+    in_turn();
     __shared__ float parts[2][32];
     unsigned const across = spread.lanes * spread.warps;
     unsigned const row = blockIdx.x * (blockDim.x / across) + threadIdx.x / across, along = threadIdx.x % across;
@@ -285,6 +289,115 @@ __global__ void __launch_bounds__(1024) norm_data_gradient_any(Rows<T> x, T cons
         float const normed = __fmul_rn(widen(from[column]), scale);
         dx[int64_t(row) * width + column] = narrow<T>(__fmul_rn(scale, __fmaf_rn(-normed, mean, g)));
     }
+}
+
+// ---- several operators at once ----
+// What stands one behind the other wherever a token goes through a model, in one kernel, as the way from kernel to
+// kernel is longer than their work on one token. Each result is rounded where its operator rounds it: the bits are
+// those of the operators one after the other.
+
+// total = residual + x, in the dtype of the residual; y = norm(round(total)). A row of a thread at a time.
+template <typename R, typename T, int ROUNDS, int THREADS, bool ROUND_FIRST>
+__global__ void __launch_bounds__(THREADS, resident(512, sizeof(T), THREADS))
+    norm_of_sum(R const* residual, T const* x, T const* weight, R* total, T* y, unsigned rows, int64_t residual_row,
+                int64_t x_row, int width, float eps, float per_width, Spread spread) {
+    constexpr int N = 16 / sizeof(T);
+    __shared__ float parts[32];
+    unsigned const row = blockIdx.x * (blockDim.x >> spread.across_bits) + (threadIdx.x >> spread.across_bits);
+    int const step = N << spread.across_bits, place = threadIdx.x * N & (step - 1), reach = row < rows ? width : 0;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        if (place + r * step < width) fetch_ahead(weight + place + r * step);
+    }
+    in_turn();
+    Pack<R, N> before[ROUNDS];
+    Pack<T, N> value[1][ROUNDS], w[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        before[r] = take<N>(residual + row * residual_row, place + r * step, reach);
+        value[0][r] = take<N>(x + row * x_row, place + r * step, reach);
+        w[r] = take<N>(weight, place + r * step, width);
+    }
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        float sum[N];
+#pragma unroll
+        for (int n = 0; n < N; ++n) sum[n] = __fadd_rn(before[r].get(n), value[0][r].get(n));
+        before[r].set(sum);
+        if (place + r * step < reach) store<N>(total + int64_t(row) * width + place + r * step, before[r]);
+#pragma unroll
+        for (int n = 0; n < N; ++n) sum[n] = before[r].get(n);
+        value[0][r].set(sum);
+    }
+    float const scale = root(join<(ROUNDS > 1)>(squares(value[0]), spread, parts), eps, per_width);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        float found[N];
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            float normed = __fmul_rn(value[0][r].get(n), scale);
+            if (ROUND_FIRST) normed = widen(narrow<T>(normed));
+            found[n] = __fmul_rn(normed, w[r].get(n));
+        }
+        Pack<T, N> out;
+        out.set(found);
+        if (place + r * step < reach) store<N>(y + int64_t(row) * width + place + r * step, out);
+    }
+}
+
+// Heads of queries or of keys: [tokens, heads, width] with strides of a token and of a head; results contiguous.
+template <typename T>
+struct Heads {
+    T const *x, *weight;
+    T *normed, *rotated;
+    int64_t token, head;
+    int count;
+};
+
+// normed = norm(x), rotated = rope(normed), for the heads of queries and keys together. A head has width / N
+// neighbouring lanes, of which the other half holds the second numbers of the pairs.
+template <typename T, typename A, bool ROUND_FIRST>
+__global__ void __launch_bounds__(256)
+    rotated_heads(Heads<T> query, Heads<T> key, A const* cos, A const* sin, int64_t cos_row, int64_t sin_row,
+                  int64_t tokens, int width, float eps, float per_width, Spread spread) {
+    constexpr int N = 16 / sizeof(T);
+    int const heads = query.count + key.count, half = width / 2;
+    int64_t const number = int64_t(blockIdx.x) * (256 / spread.lanes) + threadIdx.x / spread.lanes;
+    int64_t const token = number / heads < tokens ? number / heads : 0;
+    int const any = int(number % heads), lane = threadIdx.x & (spread.lanes - 1), column = lane * N;
+    bool const of_query = any < query.count, live = number < tokens * heads, low = column < half;
+    Heads<T> const mine{of_query ? query.x : key.x,           of_query ? query.weight : key.weight,
+                        of_query ? query.normed : key.normed, of_query ? query.rotated : key.rotated,
+                        of_query ? query.token : key.token,   of_query ? query.head : key.head,
+                        of_query ? query.count : key.count};
+    int const head = of_query ? any : any - query.count, pair = low ? column : column - half;
+    fetch_ahead(mine.weight + column);
+    in_turn();
+    Pack<T, N> const value[1] = {load<N>(mine.x + token * mine.token + head * mine.head + column)};
+    Pack<T, N> const w = load<N>(mine.weight + column);
+    Pack<A, N> const c = load<N>(cos + token * cos_row + pair), s = load<N>(sin + token * sin_row + pair);
+    float const scale = root(butterfly(squares(value), spread.lanes), eps, per_width);
+    float found[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        float normed = __fmul_rn(value[0].get(n), scale);
+        if (ROUND_FIRST) normed = widen(narrow<T>(normed));
+        found[n] = __fmul_rn(normed, w.get(n));
+    }
+    Pack<T, N> normed;
+    normed.set(found);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        float const own = normed.get(n), other = __shfl_xor_sync(~0u, own, spread.lanes / 2);
+        found[n] = low ? __fsub_rn(__fmul_rn(own, c.get(n)), __fmul_rn(other, s.get(n)))
+                       : __fadd_rn(__fmul_rn(own, c.get(n)), __fmul_rn(other, s.get(n)));
+    }
+    Pack<T, N> rotated;
+    rotated.set(found);
+    if (!live) return;
+    int64_t const to = (token * mine.count + head) * width + column;
+    store<N>(mine.normed + to, normed);
+    store<N>(mine.rotated + to, rotated);
 }
 
 // ---- weight gradient ----
@@ -586,22 +699,88 @@ int rms_norm_forward(void const* x, void const* weight, void* y, int64_t dtype, 
         bool const flat = x_outer == inner * x_inner || rows == inner;
         int const across = spread.lanes * spread.warps, threads = across < 128 ? 128 : across;
         unsigned const inner_rows = flat ? 0 : unsigned(inner);
-        auto const launch = [&](auto kernel, int times) {
+        auto const launch = [&](auto kernel, int times, auto... more) {
             int64_t const blocks = ceil_div(rows, int64_t(threads / across) * times);
-            kernel<<<unsigned(blocks), threads, 0, stream>>>(from, (T const*)weight, (T*)y, unsigned(rows), inner_rows,
-                                                             int(width), eps, 1.0f / float(width), spread);
+            return launch_behind(kernel, blocks, threads, 0, stream, from, (T const*)weight, (T*)y, unsigned(rows),
+                                 inner_rows, int(width), eps, 1.0f / float(width), more..., spread);
         };
+        cudaError_t code = cudaSuccess;
         bool const whole = packed(from, width) && aligned(weight) && aligned(y);
         if (!whole || !with_rounds<T>(spread, [&](auto rounds, auto most) {
                 constexpr int times = rounds == 1 ? TIMES_OF_SHORT : 1;
-                launch(round_before_weight ? norm<T, rounds, times, most, true> : norm<T, rounds, times, most, false>,
-                       times);
+                auto const kernel =
+                    round_before_weight ? norm<T, rounds, times, most, true> : norm<T, rounds, times, most, false>;
+                code = launch(kernel, times);
             })) {
-            norm_any<T><<<unsigned(ceil_div(rows, threads / across)), threads, 0, stream>>>(
-                from, (T const*)weight, (T*)y, unsigned(rows), inner_rows, int(width), eps, 1.0f / float(width),
-                round_before_weight != 0, spread);
+            code = launch(norm_any<T>, 1, round_before_weight != 0);
         }
-        return int(cudaGetLastError());
+        return int(code);
+    });
+}
+
+// residual and x [rows, width] -> total in `residual_dtype` and y, contiguous. Addresses are multiples of 16 bytes,
+// rows of as many numbers as x has in 16 bytes.
+int rms_norm_of_sum(void const* residual, void const* x, void const* weight, void* total, void* y,
+                    int64_t residual_dtype, int64_t dtype, int64_t rows, int64_t width, int64_t residual_row,
+                    int64_t x_row, float eps, int64_t round_before_weight, cudaStream_t stream) {
+    if (refused(rows, width)) return cudaErrorInvalidValue;
+    return with_dtype(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        constexpr int N = 16 / sizeof(T);
+        int const block = power_of_two(width);
+        Spread const spread = spread_of(block, N, warps_of(block, clamp(2048 / block, 1, 2048)));
+        int const across = spread.lanes * spread.warps, threads = across < 128 ? 128 : across;
+        bool const whole = aligned(residual) && aligned(x) && aligned(weight) && aligned(total) && aligned(y) &&
+                           residual_row % N == 0 && x_row % N == 0 && width % N == 0;
+        cudaError_t code = cudaErrorInvalidValue;
+        auto const launch = [&](auto other, auto rounds, auto most) {
+            using R = decltype(other);
+            code = launch_behind(round_before_weight ? norm_of_sum<R, T, rounds, most, true>
+                                                     : norm_of_sum<R, T, rounds, most, false>,
+                                 ceil_div(rows, threads / across), threads, 0, stream, (R const*)residual, (T const*)x,
+                                 (T const*)weight, (R*)total, (T*)y, unsigned(rows), residual_row, x_row, int(width),
+                                 eps, 1.0f / float(width), spread);
+        };
+        if (whole) {
+            with_rounds<T>(spread, [&](auto rounds, auto most) {
+                if (residual_dtype == FP32) {
+                    launch(0.0f, rounds, most);
+                } else if (residual_dtype == dtype) {
+                    launch(T(), rounds, most);
+                }
+            });
+        }
+        return int(code);
+    });
+}
+
+// query and key [tokens, heads, width] with strides of a token and a head -> normed and rotated, contiguous; cos and
+// sin [tokens, width / 2]. A head is 2 to 32 packs of 16 bytes, a power of two; addresses and strides are multiples of
+// that.
+int rms_norm_rotated(void const* query, void const* key, void const* query_weight, void const* key_weight,
+                     void const* cos, void const* sin, void* query_normed, void* key_normed, void* query_rotated,
+                     void* key_rotated, int64_t dtype, int64_t table_dtype, int64_t tokens, int64_t query_heads,
+                     int64_t key_heads, int64_t width, int64_t query_token, int64_t query_head, int64_t key_token,
+                     int64_t key_head, int64_t cos_row, int64_t sin_row, float eps, int64_t round_before_weight,
+                     cudaStream_t stream) {
+    return with_dtype(dtype, [&](auto zero) {
+        using T = decltype(zero);
+        constexpr int N = 16 / sizeof(T);
+        int const block = power_of_two(width);
+        Spread const spread = spread_of(block, N, warps_of(block, clamp(2048 / block, 1, 2048)));
+        if (block != width || spread.lanes * N != width || spread.lanes < 2) return int(cudaErrorInvalidValue);
+        int64_t const blocks = ceil_div(tokens * (query_heads + key_heads), 256 / spread.lanes);
+        if (blocks > INT32_MAX) return int(cudaErrorInvalidValue);
+        Heads<T> const queries{(T const*)query, (T const*)query_weight, (T*)query_normed, (T*)query_rotated,
+                               query_token, query_head, int(query_heads)};
+        Heads<T> const keys{(T const*)key, (T const*)key_weight, (T*)key_normed, (T*)key_rotated,
+                            key_token, key_head, int(key_heads)};
+        return with_dtype(table_dtype, [&](auto other) {
+            using A = decltype(other);
+            return int(launch_behind(round_before_weight ? rotated_heads<T, A, true> : rotated_heads<T, A, false>,
+                                     blocks, 256, 0, stream, queries, keys, (A const*)cos, (A const*)sin, cos_row,
+                                     sin_row, tokens, int(width), eps, 1.0f / float(width), spread));
+        });
     });
 }
 
@@ -617,11 +796,12 @@ int rms_norm_data_gradient(void const* x, void const* weight, void const* dy, vo
         Rows<T> const from{(T const*)x, x_outer, x_inner}, above{(T const*)dy, dy_outer, dy_inner};
         bool const flat = rows == inner || (x_outer == inner * x_inner && dy_outer == inner * dy_inner);
         int const across = spread.lanes * spread.warps, threads = across < 128 ? 128 : across;
+        cudaError_t code = cudaSuccess;
         auto const launch = [&](auto kernel, int times) {
             int64_t const blocks = ceil_div(rows, int64_t(threads / across) * times);
-            kernel<<<unsigned(blocks), threads, 0, stream>>>(from, (T const*)weight, above, (T*)dx, unsigned(rows),
-                                                             flat ? 0 : unsigned(inner), int(width), eps,
-                                                             1.0f / float(width), spread);
+            code = launch_behind(kernel, blocks, threads, 0, stream, from, (T const*)weight, above, (T*)dx,
+                                 unsigned(rows), flat ? 0 : unsigned(inner), int(width), eps, 1.0f / float(width),
+                                 spread);
         };
         bool const whole = packed(from, width) && packed(above, width) && aligned(weight) && aligned(dx);
         if (!whole || !with_rounds<T>(spread, [&](auto rounds, auto most) {
@@ -630,7 +810,7 @@ int rms_norm_data_gradient(void const* x, void const* weight, void const* dy, vo
             })) {
             launch(norm_data_gradient_any<T>, 1);
         }
-        return int(cudaGetLastError());
+        return int(code);
     });
 }
 

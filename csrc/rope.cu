@@ -19,6 +19,7 @@ template <typename T, typename A, int N>
 __global__ void __launch_bounds__(256) rotate(T const* x, A const* cos, A const* sin, T* out, int64_t tokens,
                                               unsigned heads, unsigned half, int64_t x_row, int64_t x_head,
                                               int64_t cos_row, int64_t sin_row, bool back, unsigned together) {
+    in_turn();
     unsigned const chunks = half / N, groups = (heads + HEADS - 1) / HEADS;
     unsigned const parts = chunks * groups;
     int64_t const token = int64_t(blockIdx.x) * together + threadIdx.x / parts;
@@ -66,10 +67,9 @@ int launch(void const* x, void const* cos, void const* sin, void* out, int64_t t
     int64_t const threads = parts < 256 ? together * parts : 256;
     int64_t const blocks = ceil_div(tokens, together);
     if (blocks > INT32_MAX || heads * half > INT32_MAX) return cudaErrorInvalidValue;
-    rotate<T, A, N><<<unsigned(blocks), unsigned(threads), 0, stream>>>(
-        (T const*)x, (A const*)cos, (A const*)sin, (T*)out, tokens, unsigned(heads), unsigned(half), x_row, x_head,
-        cos_row, sin_row, back, unsigned(together));
-    return cudaGetLastError();
+    return launch_behind(rotate<T, A, N>, blocks, threads, 0, stream, (T const*)x, (A const*)cos, (A const*)sin,
+                         (T*)out, tokens, unsigned(heads), unsigned(half), x_row, x_head, cos_row, sin_row, back,
+                         unsigned(together));
 }
 
 template <typename T, typename A>

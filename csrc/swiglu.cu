@@ -61,6 +61,7 @@ constexpr int PACKS = Formula::sources == 1 ? 2 : 1;
 // One block of threads a row and stretch of columns, PACKS times N columns a thread.
 template <typename T, typename Formula, int N>
 __global__ void __launch_bounds__(256) gated(Operands<T, Formula> at, int64_t width, unsigned stretches) {
+    in_turn();
     constexpr int packs = PACKS<Formula>;
     int64_t const row = blockIdx.x / stretches, step = int64_t(blockDim.x) * N;
     int64_t const first = int64_t(blockIdx.x % stretches) * step * packs + threadIdx.x * N;
@@ -100,8 +101,7 @@ int launch(Operands<T, Formula> const& at, int64_t rows, int64_t width, cudaStre
     int64_t const threads = packs < 256 ? ceil_div(packs, 32) * 32 : 256;
     int64_t const stretches = ceil_div(packs, threads);
     if (rows * stretches > INT32_MAX) return cudaErrorInvalidValue;
-    gated<T, Formula, N><<<unsigned(rows * stretches), unsigned(threads), 0, stream>>>(at, width, unsigned(stretches));
-    return cudaGetLastError();
+    return launch_behind(gated<T, Formula, N>, rows * stretches, threads, 0, stream, at, width, unsigned(stretches));
 }
 
 template <typename T, typename Formula>

@@ -179,8 +179,11 @@ def _store(out, acc, m, n, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "columns", "width"])
 def _stripe(
     x, weight, out, rows, columns, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SWAP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SWAP: tl.constexpr, BEHIND: tl.constexpr = False,
 ):  # fmt: skip
+    if BEHIND:
+        # The next kernel may not come near yet: blocks of a next product would crowd where multiprocessors are free.
+        tl.extra.cuda.gdc_wait()
     tiles_m = tl.cdiv(rows, ROWS)
     m = tl.program_id(0) % tiles_m * ROWS
     n = tl.program_id(0) // tiles_m * COLUMNS
@@ -309,6 +312,11 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def _behind(x: Tensor) -> dict[str, bool]:
+    """Options of a launch that may begin before the kernel in front of it has ended."""
+    return {"BEHIND": True, "launch_pdl": True} if x.is_cuda else {}
+
+
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
@@ -325,7 +333,7 @@ def _product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, along: bool = F
     sizes = (rows, columns, width, tile.rows, tile.columns, tile.depth)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.kind == "stripe":
-        return Launch(_stripe, (tiles,), (*sources, out, *sizes, tile.swap), options)
+        return Launch(_stripe, (tiles,), (*sources, out, *sizes, tile.swap), options | _behind(x))
     # A part of at most 32 KiB beside 192 KiB of loads is what fits into the shared memory of a multiprocessor.
     parts = max(1, tile.rows * tile.columns * out.element_size() // 32768)
     target = _described(out, [tile.rows, tile.columns // parts])

@@ -52,7 +52,16 @@ class _ResidualAdd(torch.autograd.Function):
 
 
 @triton.jit
-def _forward(residual, x, out, residual_row, x_row, width, blocks, BLOCK: tl.constexpr):
+def _in_turn(BEHIND: tl.constexpr):
+    # Launched behind another kernel while that one is at work: wait for it, and let the next one come as near.
+    if BEHIND:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _forward(residual, x, out, residual_row, x_row, width, blocks, BLOCK: tl.constexpr, BEHIND: tl.constexpr = False):
+    _in_turn(BEHIND)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -72,8 +81,13 @@ def _launch(residual: Tensor, x: Tensor, out: Tensor) -> None:
     strides = [one.stride(0) if rows > 1 else width for one in (residual, x)]
     with _device(x):
         _forward[(rows * blocks,)](
-            residual, x, out, *strides, width, blocks, BLOCK=block, num_warps=4, enable_fp_fusion=False
+            residual, x, out, *strides, width, blocks, BLOCK=block, num_warps=4, enable_fp_fusion=False, **_behind(x)
         )
+
+
+def _behind(x: Tensor) -> dict[str, bool]:
+    """Options of a launch that may begin before the kernel in front of it has ended."""
+    return {"BEHIND": True, "launch_pdl": True} if x.is_cuda else {}
 
 
 def _rows(x: Tensor) -> Tensor:

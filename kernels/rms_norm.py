@@ -40,6 +40,14 @@ GROUP = 16
 
 
 @triton.jit
+def _in_turn(BEHIND: tl.constexpr):
+    # Launched behind another kernel while that one is at work: wait for it, and let the next one come as near.
+    if BEHIND:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def _root(x, eps, WIDTH: tl.constexpr):
     return tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, 1) / WIDTH + eps))[:, None]
 
@@ -56,7 +64,9 @@ def _weight(weight, column, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 def _forward(
     x, weight, y, rows, inner, x_outer, x_inner, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, ROUND: tl.constexpr,
+    BEHIND: tl.constexpr = False,
 ):  # fmt: skip
+    _in_turn(BEHIND)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows)[:, None] & (column < WIDTH)
@@ -67,6 +77,89 @@ def _forward(
     if ROUND:
         value = value.to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + row.to(tl.int64)[:, None] * WIDTH + column, (value * w).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "residual_row", "x_row"])
+def _of_sum(
+    residual, x, weight, total, y, rows, residual_row, x_row, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, ROUND: tl.constexpr,
+    BEHIND: tl.constexpr = False,
+):  # fmt: skip
+    """total = residual + x, y = the norm of the total rounded to the dtype of x."""
+    _in_turn(BEHIND)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows)[:, None] & (column < WIDTH)
+    row = row.to(tl.int64)[:, None]
+    value = tl.load(x + row * x_row * UNIT + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(residual + row * residual_row * UNIT + column, mask=inside, other=0.0).to(tl.float32) + value
+    value = value.to(total.dtype.element_ty)
+    tl.store(total + row * WIDTH + column, value, mask=inside)
+    value = value.to(y.dtype.element_ty).to(tl.float32)
+    w = _weight(weight, column, ROWS, WIDTH)
+    value = value * _root(value, eps, WIDTH)
+    if ROUND:
+        value = value.to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + row * WIDTH + column, (value * w).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _product(a, b, EXACT: tl.constexpr):
+    # Rounded, and never one with an addition that follows.
+    if EXACT:
+        return tl.extra.cuda.libdevice.mul_rn(a, b)
+    return a * b
+
+
+@triton.jit
+def _heads(
+    program, x, weight, normed, rotated, cos, sin, rows, heads, x_token, x_head, cos_row, sin_row, eps,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = WIDTH // 2
+    row = program * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = (row < rows)[:, None] & (column < WIDTH)
+    token = (row // heads).to(tl.int64)
+    start = (token * x_token + (row % heads) * x_head)[:, None] * UNIT
+    value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
+    w = _weight(weight, column, ROWS, WIDTH)
+    value = value * _root(value, eps, WIDTH)
+    if ROUND:
+        value = value.to(normed.dtype.element_ty).to(tl.float32)
+    value = (value * w).to(normed.dtype.element_ty)
+    to = row.to(tl.int64)[:, None] * WIDTH
+    tl.store(normed + to + column, value, mask=inside)
+    first, second = tl.split(tl.permute(tl.reshape(value.to(tl.float32), (ROWS, 2, HALF)), (0, 2, 1)))
+    pair = tl.arange(0, HALF)[None, :]
+    inside = (row < rows)[:, None] & (pair < HALF)
+    c = tl.load(cos + token[:, None] * cos_row + pair, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + token[:, None] * sin_row + pair, mask=inside, other=0.0).to(tl.float32)
+    low = _product(first, c, EXACT) - _product(second, s, EXACT)
+    high = _product(second, c, EXACT) + _product(first, s, EXACT)
+    tl.store(rotated + to + pair, low.to(rotated.dtype.element_ty), mask=inside)
+    tl.store(rotated + to + HALF + pair, high.to(rotated.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["query_rows", "key_rows", "x_token", "y_token", "query_programs"])
+def _rotated(
+    x, y, x_weight, y_weight, x_normed, y_normed, x_rotated, y_rotated, cos, sin, query_programs, query_rows, key_rows,
+    query_heads, key_heads, x_token, x_head, y_token, y_head, cos_row, sin_row, eps,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
+    BEHIND: tl.constexpr = False,
+):  # fmt: skip
+    """The norms of the heads of queries x and keys y, and those rotated as in `rlspec.kernels.rope`."""
+    _in_turn(BEHIND)
+    if tl.program_id(0) < query_programs:
+        _heads(
+            tl.program_id(0), x, x_weight, x_normed, x_rotated, cos, sin, query_rows, query_heads, x_token, x_head,
+            cos_row, sin_row, eps, WIDTH, ROWS, UNIT, ROUND, EXACT,
+        )  # fmt: skip
+    else:
+        _heads(
+            tl.program_id(0) - query_programs, y, y_weight, y_normed, y_rotated, cos, sin, key_rows, key_heads, y_token,
+            y_head, cos_row, sin_row, eps, WIDTH, ROWS, UNIT, ROUND, EXACT,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "inner", "x_outer", "x_inner", "dy_outer", "dy_inner"])
@@ -165,6 +258,11 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def _behind(x: Tensor) -> dict[str, bool]:
+    """Options of a launch that may begin before the kernel in front of it has ended."""
+    return {"BEHIND": True, "launch_pdl": True} if x.is_cuda else {}
+
+
 def _unit(width: int, dtype: torch.dtype) -> int:
     return gcd(width, 16 // dtype.itemsize)
 
@@ -201,7 +299,7 @@ def _warps(block: int, rows: int) -> int:
 def _forward_launch(x: Tensor, weight: Tensor, y: Tensor, eps: float, round_before_weight: bool) -> Launch:
     (outer, inner, width), (block, rows) = x.shape, _shape(x.shape[-1], 2048)
     args = (x, weight, y, outer * inner, inner, *_steps(x), eps, width, block, rows, _unit(width, x.dtype))
-    options = {"num_warps": _warps(block, rows)}
+    options = {"num_warps": _warps(block, rows), **_behind(x)}
     return Launch(_forward, (triton.cdiv(outer * inner, rows),), (*args, round_before_weight), options)
 
 
@@ -281,6 +379,64 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, round_before_weight: bool
     if x.dim() == 0 or weight.dim() != 1 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"x {list(x.shape)} and weight {list(weight.shape)}: rms_norm takes [..., H] and [H]")
     return _RmsNorm.apply(x, weight, eps, round_before_weight)
+
+
+OF_SUM, ROTATED = _of_sum.__name__, _rotated.__name__
+
+
+def residual_norm(
+    residual: Tensor, x: Tensor, weight: Tensor, *, eps: float, round_before_weight: bool = False
+) -> tuple[Tensor, Tensor] | None:
+    """total = residual + x, and the norm of the total rounded to the dtype of x, [..., H] each; without gradients.
+
+    The bits are those of `rlspec.kernels.residual_add` and `rms_norm`. None for tensors that would have to be copied.
+    """
+    _check_operands(x, weight, "x", "weight")
+    a, b = (one.reshape(-1, one.shape[-1]) for one in (residual, x))
+    if _aligned(b) is not b or _aligned(a) is not a or a.stride(0) % _unit(x.shape[-1], x.dtype):
+        return None
+    total, y = (torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (residual, x))
+    (rows, width), (block, together) = b.shape, _shape(x.shape[-1], 2048)
+    unit = _unit(width, x.dtype)
+    args = (a, b, _dense(weight), total, y, rows, a.stride(0) // unit, b.stride(0) // unit, eps, width, block, together)
+    options = {"num_warps": _warps(block, together), **_behind(x)}
+    Launch(_of_sum, (triton.cdiv(rows, together),), (*args, unit, round_before_weight), options)(x.device)
+    return total, y
+
+
+def rotated_heads(
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    eps: float,
+    round_before_weight: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """The norms of the heads of query and key [B, T, heads, D], and those rotated by cos and sin [B, T, D/2].
+
+    Without gradients; the bits are those of `rms_norm` and `rlspec.kernels.rope`. None for a width that is no power of
+    two, and for tensors that would have to be copied.
+    """
+    _check_operands(query, query_weight, "query", "query_weight")
+    _check_operands(key, key_weight, "key", "key_weight")
+    width, (x, y) = query.shape[-1], (one.reshape(-1, *one.shape[2:]) for one in (query, key))
+    tables = [one.reshape(-1, one.shape[-1]) for one in (cos, sin)]
+    copied = _aligned(x) is not x or _aligned(y) is not y or any(one.stride(1) != 1 for one in tables)
+    if copied or width & (width - 1) or width < 2 or len(x) != len(y) or query.dtype != key.dtype:
+        return None
+    made = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (query, key, query, key)]
+    block, together = _shape(width, 2048)
+    (tokens, query_heads, _), key_heads = x.shape, y.shape[1]
+    programs = [triton.cdiv(tokens * heads, together) for heads in (query_heads, key_heads)]
+    sizes = (programs[0], tokens * query_heads, tokens * key_heads, query_heads, key_heads, *_steps(x), *_steps(y))
+    args = (x, y, _dense(query_weight), _dense(key_weight), *made, *tables, *sizes, *(one.stride(0) for one in tables))
+    constants = (eps, width, together, _unit(width, x.dtype), round_before_weight, x.is_cuda)
+    options = {"num_warps": _warps(block, together), **_behind(x)}
+    Launch(_rotated, (sum(programs),), (*args, *constants), options)(x.device)
+    return made[0], made[1], made[2], made[3]
 
 
 def fold(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor, *, eps: float) -> None:

@@ -56,11 +56,20 @@ class _Rope(torch.autograd.Function):
         return _rotate(grad, *ctx.saved_tensors, True), None, None
 
 
+@triton.jit
+def _in_turn(BEHIND: tl.constexpr):
+    # Launched behind another kernel while that one is at work: wait for it, and let the next one come as near.
+    if BEHIND:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _kernel(
     x, cos, sin, out, x_row, x_head, cos_row, sin_row, tokens, heads, half,
-    BACK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
+    BACK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, BEHIND: tl.constexpr = False,
 ):  # fmt: skip
+    _in_turn(BEHIND)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None, None]
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[None, :, None]
     pair = tl.arange(0, PAIRS)[None, None, :]
@@ -93,8 +102,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
         _kernel[grid](
             x, cos, sin, out, rows[0], x.stride(1), *rows[1:], tokens, heads, width // 2,
             BACK=back, TOKENS=together, HEADS=block, PAIRS=pairs, num_warps=4, enable_fp_fusion=False,
+            **_behind(x),
         )  # fmt: skip
     return out
+
+
+def _behind(x: Tensor) -> dict[str, bool]:
+    """Options of a launch that may begin before the kernel in front of it has ended."""
+    return {"BEHIND": True, "launch_pdl": True} if x.is_cuda else {}
 
 
 def _tokens(x: Tensor) -> Tensor:

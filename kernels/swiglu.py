@@ -56,7 +56,16 @@ class _Swiglu(torch.autograd.Function):
 
 
 @triton.jit
-def _forward(gate, up, out, gate_row, up_row, width, blocks, BLOCK: tl.constexpr):
+def _in_turn(BEHIND: tl.constexpr):
+    # Launched behind another kernel while that one is at work: wait for it, and let the next one come as near.
+    if BEHIND:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _forward(gate, up, out, gate_row, up_row, width, blocks, BLOCK: tl.constexpr, BEHIND: tl.constexpr = False):
+    _in_turn(BEHIND)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -67,7 +76,10 @@ def _forward(gate, up, out, gate_row, up_row, width, blocks, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _backward(gate, up, dy, dgate, dup, gate_row, up_row, dy_row, width, blocks, BLOCK: tl.constexpr):
+def _backward(
+    gate, up, dy, dgate, dup, gate_row, up_row, dy_row, width, blocks, BLOCK: tl.constexpr, BEHIND: tl.constexpr = False
+):  # fmt: skip
+    _in_turn(BEHIND)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -92,8 +104,14 @@ def _launch(kernel, sources: tuple[Tensor, ...], results: tuple[Tensor, ...]) ->
     strides = [one.stride(0) if rows > 1 else width for one in sources]
     with _device(sources[0]):
         kernel[(rows * blocks,)](
-            *sources, *results, *strides, width, blocks, BLOCK=block, num_warps=4, enable_fp_fusion=False
-        )
+            *sources, *results, *strides, width, blocks,
+            BLOCK=block, num_warps=4, enable_fp_fusion=False, **_behind(sources[0]),
+        )  # fmt: skip
+
+
+def _behind(x: Tensor) -> dict[str, bool]:
+    """Options of a launch that may begin before the kernel in front of it has ended."""
+    return {"BEHIND": True, "launch_pdl": True} if x.is_cuda else {}
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from importlib import import_module
+from operator import is_ as operator_is
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rlspec.device import cuda_gemm, observe
 from rlspec.device.chain_trace import Key, Trace
-from rlspec.device.decoder import Decoder, Node, Span
+from rlspec.device.decoder import Decoder, Node, Site, Span, side_by_side
 from rlspec.device.gradients import Run
 from rlspec.device.kv_cache import ContiguousCache, PagedCache
 from rlspec.device.operators import Operators
@@ -24,9 +27,40 @@ from rlspec.workloads import Sample
 LOGITS, QUERY, ATTENTION = "lm_head", "self_attn.q_rope", "self_attn"
 KEYS, VALUES = "self_attn.k_rope", "self_attn.v_proj"
 
+# Implementations whose product of a row and a row of the weight depends on nothing else, so that weights whose rows
+# follow one another may be multiplied as one.
+APART = ("canonical", "triton", "cuda")
+# What makes several operators at once, by implementation of all of them.
+TOGETHER = {"triton": "rlspec.kernels.rms_norm", "cuda": "rlspec.device.cuda_rows"}
+_JOINED = ("residual_add", "rms_norm", "qk_norm", "rope")
+
+
+class Ahead(NamedTuple):
+    """The result of an operator call that is still to come: a kernel that was launched before made it too."""
+
+    operator: str
+    arguments: tuple[Tensor, ...]
+    options: dict[str, Any]
+    result: Tensor
+    kernel: str
+
+    def answers(self, operator: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+        """Whether it is the result of just this call."""
+        same = len(arguments) == len(self.arguments) and all(map(operator_is, arguments, self.arguments))
+        return same and operator == self.operator and options == self.options
+
 
 class InferenceDecoder(Decoder):
-    """`Decoder` on the parameters of another one."""
+    """`Decoder` on the parameters of another one.
+
+    Without gradients, projections of the same rows are one product, and where an implementation has a kernel for
+    several operators, it runs at the first of them. Each is called through `operate` all the same, and shown: a call
+    that is just the one that was foreseen gets the result that is there, any other is computed.
+    """
+
+    # Of a call under way: the module of kernels of several operators, and what is foreseen, by chunk.
+    _together: Any
+    _ahead: dict[int, list[Ahead]]
 
     @classmethod
     def of(cls, decoder: Decoder, operators: Operators) -> InferenceDecoder:
@@ -36,6 +70,86 @@ class InferenceDecoder(Decoder):
             path, _, last = name.rpartition(".")
             made.get_submodule(path).register_parameter(last, parameter)
         return made
+
+    def forward(self, tokens: Tensor, **options: Any) -> Any:
+        stored = next(self.parameters()).dtype == self.dtype
+        asked = {self.operators.implementations[operator] for operator in _JOINED}
+        able = stored and len(asked) == 1 and not torch.is_grad_enabled()
+        module = TOGETHER.get(asked.pop()) if able else None
+        self._together, self._ahead = import_module(module) if module else None, {}
+        try:
+            # Weights that are used as they are were written before the embedding's kernel, which nothing overtakes.
+            with cuda_gemm.weights_at_rest(stored):
+                return super().forward(tokens, **options)
+        finally:
+            self._together, self._ahead = None, {}
+
+    def operate(self, at: Site, name: str, operator: str, *arguments: Any, **options: Any) -> Any:
+        foreseen = self._ahead.get(at.chunk.index, [])
+        for number, ahead in enumerate(foreseen):
+            if ahead.answers(operator, arguments, options):
+                observe.again(ahead.kernel, native=self.operators.implementations["rms_norm"] == "cuda")
+                return foreseen.pop(number).result
+        if operator == "residual_add" and self._together is not None:
+            return self._add(at, name, *arguments)
+        if operator == "rms_norm":
+            arguments = (arguments[0].to(self.dtype), *arguments[1:])
+        return super().operate(at, name, operator, *arguments, **options)
+
+    def _add(self, at: Site, name: str, residual: Tensor, x: Tensor) -> Tensor:
+        """The sum, and the norm that reads it next."""
+        assert at.layer is not None
+        last = at.layer + 1 == self.architecture.num_hidden_layers
+        if name == "self_attn.residual":
+            norm = f"model.layers.{at.layer}.post_attention_layernorm"
+        else:
+            norm = "model.norm" if last else f"model.layers.{at.layer + 1}.input_layernorm"
+        weight, options = self.weight(norm + ".weight"), self._norm_options
+        made = self._together.residual_norm(residual, x, weight, **options)
+        if made is None:
+            return super().operate(at, name, "residual_add", residual, x)  # type: ignore[no-any-return]
+        total, normal = made
+        self._ahead[at.chunk.index] = [Ahead("rms_norm", (total, weight), options, normal, self._together.OF_SUM)]
+        return total
+
+    def _read(self, x: Tensor) -> Tensor:
+        foreseen = any(ahead.arguments[0] is x for several in self._ahead.values() for ahead in several)
+        return x if foreseen else super()._read(x)
+
+    def _rotate_both(self, at: Site, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if self._together is not None:
+            weights = [self.weight(f"model.layers.{at.layer}.self_attn.{name}_norm.weight") for name in "qk"]
+            options, tables = self._norm_options, (at.chunk.cos, at.chunk.sin)
+            made = self._together.rotated_heads(query, key, *weights, *tables, **options)
+            if made is not None:
+                kernel, foreseen = self._together.ROTATED, []
+                for x, weight, normed, rotated in zip((query, key), weights, made[:2], made[2:], strict=True):
+                    foreseen.append(Ahead("qk_norm", (x, weight), options, normed, kernel))
+                    foreseen.append(Ahead("rope", (normed, *tables), {}, rotated, kernel))
+                self._ahead[at.chunk.index] = foreseen
+        return super()._rotate_both(at, query, key)
+
+    @property
+    def _norm_options(self) -> dict[str, Any]:
+        return {"eps": self.architecture.rms_norm_eps, "round_before_weight": not self.profile.norm_rounds_once}
+
+    def _project(self, at: Site, name: str, x: Tensor) -> Tensor:
+        if name != "self_attn.o_proj":
+            return super()._project(at, name, x)
+        with cuda_gemm.weights_at_rest(False):  # its loads would keep attention waiting for keys and values
+            return super()._project(at, name, x)
+
+    def _project_all(self, at: Site, names: Sequence[str], x: Tensor) -> list[Tensor]:
+        apart = self.operators.implementations["det_gemm"] in APART and not torch.is_grad_enabled()
+        weights = [self.get_parameter(f"model.layers.{at.layer}.{name}.weight") for name in names]
+        whole = side_by_side(weights) if apart else None
+        if whole is None:
+            return super()._project_all(at, names, x)
+        product = self.operate(at, " ".join(names), "det_gemm", x, whole.to(self.dtype))
+        parts = list(product.split([len(weight) for weight in weights], -1))
+        for name, part in zip(names, parts, strict=True):
+            at.show(name, "det_gemm", part)
+        return parts
 
 
 @dataclass(eq=False)
@@ -83,6 +197,7 @@ class Engine:
         """An empty cache with room for the samples, which are open in it as 0, 1, …"""
         longest = max(sample.length for sample in samples)
         options: dict[str, Any] = {"dtype": self.decoder.dtype, "device": self.device, "unwritten": self.unwritten}
+        options["backend"] = self.decoder.operators.implementations["attention"]
         made: Any
         if kind == "contiguous":
             made = self.contiguous(self.decoder.architecture, samples=len(samples), positions=longest, **options)

@@ -9,8 +9,10 @@ start at multiples of 16 bytes; products of other shapes, and of fp32, go throug
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +50,9 @@ class Tile(NamedTuple):
         return max(64 * self.rows * self.columns // 2048, (loaded + read) // 128, loaded // 64)
 
 
+# For up to 8 rows, where all that counts is that the weight comes without a stop: of those that fill the device best,
+# the widest.
+LEAN = tuple(Tile(n, 8, columns, here=True, along=False) for n, columns in ((10, 32), (11, 48), (12, 96), (13, 192)))
 # For few rows: 64 columns a block, which the matrix unit takes as its rows.
 FEW = (Tile(0, 16, 64, here=True, along=False), Tile(1, 32, 64, here=True, along=False))
 # For more: of those that end soonest the first is taken.
@@ -66,6 +71,8 @@ MANY = (
 @functools.lru_cache(maxsize=4096)
 def _tile(rows: int, columns: int, processors: int, along: bool = False) -> Tile:
     """For a result [rows, columns]. Bits do not depend on the tile, so it is chosen for speed."""
+    if rows <= 8 and not along:
+        return min(LEAN, key=lambda tile: (-(-columns // tile.columns // processors) * tile.columns, -tile.columns))
     if rows <= FEW[-1].rows and not along:
         return next(tile for tile in FEW if rows <= tile.rows)
 
@@ -80,6 +87,23 @@ def _processors(x: Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
+_AT_REST = ContextVar("at rest", default=False)
+
+
+@contextlib.contextmanager
+def weights_at_rest(rest: bool = True) -> Iterator[None]:
+    """Inside, a product of few rows begins to read its weight while kernels before it are at work: none may write it.
+
+    Safe for weights that were written before a kernel that nothing overtakes, such as that of `embedding`: see
+    csrc/launch.cuh. The bits are the same. `rest` False: not so, inside of where it is.
+    """
+    token = _AT_REST.set(rest)
+    try:
+        yield
+    finally:
+        _AT_REST.reset(token)
+
+
 # ---- launches ----
 
 
@@ -87,7 +111,8 @@ def _product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, along: bool = F
     """out [M, N] = x [M, K] · weight [N, K]ᵀ; `along`: weight is [K, N]."""
     (rows, width), columns = x.shape, out.shape[1]
     strides = (x.stride(0), weight.stride(0))
-    arguments = (x, weight, out, x.dtype, out.dtype, rows, columns, width, *strides, along, tile.number)
+    at_rest = _AT_REST.get() and not along
+    arguments = (x, weight, out, x.dtype, out.dtype, rows, columns, width, *strides, along, tile.number, at_rest)
     native.load("det_gemm").call("det_gemm_product", *arguments)
 
 

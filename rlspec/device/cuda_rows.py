@@ -122,6 +122,61 @@ def _logprob(logits: Tensor, targets: Tensor, ignored: int, validate: bool, stre
     return _Logprob.apply(logits, targets, ignored, stream)
 
 
+# Several operators at once, without gradients
+
+OF_SUM, ROTATED = "rms_norm_of_sum", "rms_norm_rotated"
+
+
+def residual_norm(
+    residual: Tensor, x: Tensor, weight: Tensor, *, eps: float, round_before_weight: bool = False
+) -> tuple[Tensor, Tensor] | None:
+    """total = residual + x, and the norm of the total rounded to the dtype of x; None where no kernel does it."""
+    checking.residual_add(residual, x)
+    _known(residual=residual, x=x)
+    a, b = _rows(residual), _rows(x)
+    packs = 16 // x.element_size()
+    whole = x.shape[-1] % packs == a.stride(0) % packs == 0 and _packed(a, b, weight)
+    if weight.dtype != x.dtype or _block(x) > 8192 or not whole:
+        return None
+    total, y = _empty(residual), _empty(x)
+    native.load("rms_norm").call(
+        OF_SUM, a, b, weight, total, y, residual.dtype, x.dtype, *b.shape, a.stride(0), b.stride(0),
+        float(eps), round_before_weight,
+    )  # fmt: skip
+    return total, y
+
+
+def rotated_heads(
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    eps: float,
+    round_before_weight: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """The norms of the heads of queries and keys [B, T, heads, D], then those rotated; None where no kernel does it."""
+    for x in (query, key):
+        checking.rope(x, cos, sin)
+        _known(x=x, cos=cos)
+    width, most = query.shape[-1], 32 * 16 // query.element_size()
+    heads = [one.reshape(-1, *one.shape[2:]) for one in (query, key)]
+    tables = [one.reshape(-1, one.shape[2]) for one in (cos, sin)]
+    fits = width == _block(query) <= most and width * query.element_size() >= 32
+    same = query.dtype == key.dtype == query_weight.dtype == key_weight.dtype and query.shape[:2] == key.shape[:2]
+    if not (fits and same and _packed(*heads, *tables, query_weight, key_weight)):
+        return None
+    made = _empty(query), _empty(key), _empty(query), _empty(key)
+    native.load("rms_norm").call(
+        ROTATED, *heads, query_weight, key_weight, *tables, *made, query.dtype, cos.dtype, len(heads[0]),
+        query.shape[2], key.shape[2], width, *heads[0].stride()[:2], *heads[1].stride()[:2],
+        *(one.stride(0) for one in tables), float(eps), round_before_weight,
+    )  # fmt: skip
+    return made
+
+
 # Autograd
 
 
@@ -330,6 +385,21 @@ def _dense_last(x: Tensor) -> Tensor:
 def _rows(x: Tensor) -> Tensor:
     """[..., width] -> [rows, width]."""
     return _dense_last(x.reshape(-1, x.shape[-1] if x.dim() else 1))
+
+
+def _block(x: Tensor) -> int:
+    """The power of two that a row is filled up to."""
+    return 1 << (x.shape[-1] - 1).bit_length()
+
+
+def _packed(*tensors: Tensor) -> bool:
+    """Columns side by side, and every row from a multiple of 16 bytes on."""
+    return all(
+        one.data_ptr() % 16 == 0
+        and one.stride(-1) == 1
+        and not any(stride * one.element_size() % 16 for stride in one.stride()[:-1])
+        for one in tensors
+    )
 
 
 def _heads(x: Tensor) -> Tensor:

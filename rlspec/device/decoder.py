@@ -15,10 +15,12 @@ per sample. Inference in chunks, and decode, call forward again with a cache.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,6 +28,8 @@ from torch import Tensor, nn
 
 from rlspec.device.architecture import Architecture
 from rlspec.device.operators import Dispatch, Operators, Routing, Segment, Segments
+
+_SAME_ROWS = re.compile(r"(?<=self_attn\.)[qkv]_proj|(?<=mlp\.)(?:gate|up)_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,11 +191,27 @@ class Decoder(nn.Module):
         self.dtype = dtype
         self.profile = PROFILES[profile]
         self.part = part or Part.whole(architecture)
-        for name, (count, *shape) in architecture.parameter_shapes().items():
-            rows = self.part.rows(name, architecture)
-            if rows is not None:
-                held = len(range(count)[rows])
-                _place(self, name, nn.Parameter(torch.empty(held, *shape, dtype=master_dtype, device=device)))
+        self._allocate(master_dtype, device)
+
+    def _allocate(self, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Parameters that meet the same rows lie one behind the other in one storage: see `side_by_side`."""
+        shapes = self.architecture.parameter_shapes()
+        for names in _neighbours(shapes):
+            held = [(name, self.part.rows(name, self.architecture)) for name in names]
+            counts = {name: len(range(shapes[name][0])[rows]) for name, rows in held if rows is not None}
+            if counts:
+                whole = torch.empty(sum(counts.values()), *shapes[names[0]][1:], dtype=dtype, device=device)
+                for name, part in zip(counts, whole.split(list(counts.values())), strict=True):
+                    _place(self, name, nn.Parameter(part))
+
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Decoder:
+        """As of any module, with neighbours in one storage."""
+        before = dict(self.named_parameters())
+        assert recurse and device is not None
+        self._allocate(next(iter(before.values())).dtype, torch.device(device))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(before[name].requires_grad)
+        return self
 
     def initialise(self, seed: int) -> None:
         """Normal(0, initializer_range), o and down ÷ √(2·layers), norms 1; the same values on every device.
@@ -292,9 +312,9 @@ class Decoder(nn.Module):
         parts = []
         for at, x in zip(sites, streams, strict=True):
             normal = self._norm(at, "input_layernorm", x)
-            query, key, value = (self._project(at, f"self_attn.{name}_proj", normal) for name in "qkv")
+            query, key, value = self._project_all(at, [f"self_attn.{name}_proj" for name in "qkv"], normal)
             query, key, value = (y.unflatten(-1, (-1, self.architecture.head_dim)) for y in (query, key, value))
-            parts.append((self._rotate(at, "q", query), self._rotate(at, "k", key), value))
+            parts.append((*self._rotate_both(at, query, key), value))
         result = []
         for at, x, y in zip(sites, streams, self.attend(sites, parts, cache), strict=True):
             y = self._project(at, "self_attn.o_proj", y.flatten(-2))
@@ -309,7 +329,7 @@ class Decoder(nn.Module):
                 y, routing = self._experts(at, normal)
                 routings.append(routing)
             else:
-                gate, up = (self._project(at, f"mlp.{name}_proj", normal) for name in ("gate", "up"))
+                gate, up = self._project_all(at, ["mlp.gate_proj", "mlp.up_proj"], normal)
                 activated = self._activate(at, gate, up)
                 at.show("mlp.act", "swiglu", activated)
                 y = self._project(at, "mlp.down_proj", activated)
@@ -369,10 +389,21 @@ class Decoder(nn.Module):
         full = name if at.layer is None else f"model.layers.{at.layer}.{name}"
         early = not self.profile.norm_rounds_once
         eps, weight = self.architecture.rms_norm_eps, self.weight(full + ".weight")
-        return self._run(at, name, operator, x.to(self.dtype), weight, eps=eps, round_before_weight=early)
+        return self._run(at, name, operator, self._read(x), weight, eps=eps, round_before_weight=early)
+
+    def _read(self, x: Tensor) -> Tensor:
+        """What a norm reads of the residual stream."""
+        return x.to(self.dtype)
 
     def _project(self, at: Site, name: str, x: Tensor) -> Tensor:
         return self._run(at, name, "det_gemm", x, self.weight(f"model.layers.{at.layer}.{name}.weight"))
+
+    def _project_all(self, at: Site, names: Sequence[str], x: Tensor) -> list[Tensor]:
+        """Projections of the same rows."""
+        return [self._project(at, name, x) for name in names]
+
+    def _rotate_both(self, at: Site, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return self._rotate(at, "q", query), self._rotate(at, "k", key)
 
     def _rotate(self, at: Site, name: str, x: Tensor) -> Tensor:
         normal = self._norm(at, f"self_attn.{name}_norm", x, "qk_norm")
@@ -484,6 +515,25 @@ def _check_inputs(tokens: Tensor, **others: Tensor | None) -> None:
     for name, other in others.items():
         if other is not None and (other.shape != tokens.shape or other.dtype != torch.int64):
             raise ValueError(f"{name} must be int64 {list(tokens.shape)}, not {other.dtype} {list(other.shape)}")
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Matrices with rows of one length, whose rows follow one another in one storage, as one matrix; else None."""
+    first = tensors[0]
+    place = first.storage_offset()
+    for one in tensors:
+        together = one.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (together and one.is_contiguous() and one.storage_offset() == place and one.dtype == first.dtype):
+            return None
+        place += one.numel()
+    rows, width = sum(len(one) for one in tensors), first.shape[1]
+    return first.detach().as_strided((rows, width), (width, 1), first.storage_offset())
+
+
+def _neighbours(names: Iterable[str]) -> Iterator[list[str]]:
+    """The names in their order; those whose parameters are multiplied with the same rows are together."""
+    for _, group in itertools.groupby(names, partial(_SAME_ROWS.sub, "*")):
+        yield list(group)
 
 
 def _place(root: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -1,10 +1,10 @@
 """Implementation `fastest`: of each operator the kernel, of `triton` or of `cuda`, that was the faster one on an H200.
 
-The two have the same bits, so the choice may follow the shape. It rests on `tests/bench/results/kernels-*.md`: products
+The two have the same bits, so the choice may follow the shape. It rests on `tests/bench/results/`: products
 of few rows and of the layers o and down go to Triton, of more rows and of the wider layers to CUDA; prefill and decode
 of few samples to CUDA, decode of many to Triton, sums of an embedding's gradient to CUDA. What is nearly level stays
 with Triton, and so do the operators of experts, which it alone has. A choice is made for the forward pass; a
-backward stays with the family of its forward. The tables come from timings of the two; `fastest` has not run on a GPU.
+backward stays with the family of its forward.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ Promise. What was written is what is read, to the bit. A slot of the grid that i
 take no position: positions count the tokens of the sample alone. Nothing stays of a sample that has left.
 
 How. The cursor of a sample is a number on the host. Each call moves tables of its slots to the device; a write is an
-indexed copy by one of them, without a sync. Memory that holds no token holds `unwritten`, NaN if left out, so that an
-operator that reads too far is seen. It must be 0 for one that multiplies by 0 what it does not see, as torch's does.
+indexed copy by one of them, without a sync: by one kernel where `backend` is "triton" or "cuda". Memory that holds no
+token holds `unwritten`, NaN if left out, so that an operator that reads too far is seen. It must be 0 for one that
+multiplies by 0 what it does not see, as torch's does.
 
 Limits. No gradients. Samples may share a row (packed); the last row must hold one, as the number of rows follows from
 the spans. A call that ended in an error leaves its cache unfinished, and it is refused from then on.
@@ -19,13 +20,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlspec.device import native
 from rlspec.device.architecture import Architecture
 from rlspec.device.decoder import Span
 from rlspec.device.operators import Segment, Segments
@@ -66,13 +68,20 @@ class _Cache(ABC):
     """What the two kinds share. They say which blocks a sample has, and where in them a position stands."""
 
     def __init__(
-        self, model: Architecture, blocks: int, places: int, dtype: torch.dtype, device: torch.device | str, fill: float
+        self,
+        model: Architecture,
+        blocks: int,
+        places: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        fill: float,
+        backend: str | None,
     ) -> None:
         if min(blocks, places) < 1 or not dtype.is_floating_point:
             raise ValueError(f"there is no cache of {blocks} blocks of {places} positions in {dtype}")
         shape = (model.num_hidden_layers, blocks, model.num_key_value_heads, places, model.head_dim)
         self.keys, self.values = (torch.full(shape, fill, dtype=dtype, device=device) for _ in range(2))
-        self.unwritten = fill
+        self.unwritten, self.backend = fill, backend
         self.parts: tuple[Part, ...] = ()
         self._lengths: dict[Hashable, int] = {}
         self._blocks: dict[Hashable, list[int]] = {}
@@ -140,9 +149,13 @@ class _Cache(ABC):
         Raises RunError for another layer than the next, ValueError for tensors that do not fit or have gradients.
         """
         self._check(layer, keys, values)
-        row, column, block, place = self._new
-        for store, new in ((self.keys, keys), (self.values, values)):
-            store[layer][block, :, place] = new[row, column]
+        pairs = ((self.keys[layer], keys), (self.values[layer], values))
+        if self.backend in _WRITERS and _packed(keys, values, self.keys):
+            _WRITERS[self.backend](pairs, self._new)
+        else:
+            row, column, block, place = self._new
+            for store, new in pairs:
+                store[block, :, place] = new[row, column]
         self._next += 1
         if self._next == self.layers:
             self._lengths.update({part.sample: part.stop for part in self.parts})
@@ -231,8 +244,9 @@ class ContiguousCache(_Cache):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         unwritten: float = math.nan,
+        backend: str | None = None,
     ) -> None:
-        super().__init__(model, samples, positions, dtype, device, unwritten)
+        super().__init__(model, samples, positions, dtype, device, unwritten, backend)
 
     def _first_blocks(self, sample: Hashable) -> list[int]:
         if not self._free:
@@ -272,10 +286,11 @@ class PagedCache(_Cache):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         unwritten: float = math.nan,
+        backend: str | None = None,
     ) -> None:
         if page_size < 1 or _PAGES_DIVIDE % page_size:
             raise ValueError(f"page_size {page_size} must be a power of two up to {_PAGES_DIVIDE}")
-        super().__init__(model, pages, page_size, dtype, device, unwritten)
+        super().__init__(model, pages, page_size, dtype, device, unwritten, backend)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [pages, page_size, Hkv, D] as views, and the block table int32 [n, most pages] of the call.
@@ -299,6 +314,35 @@ class PagedCache(_Cache):
             self._blocks[part.sample] += [self._free.pop() for _ in range(need)]
         lists = [torch.tensor(self._blocks[part.sample], dtype=torch.int32) for part in parts]
         self._listed = pad_sequence(lists, batch_first=True, padding_value=-1).to(self.keys.device)
+
+
+def _packed(*tensors: Tensor) -> bool:
+    """Heads in packs of 16 bytes, which start at multiples of 16 bytes."""
+    return all(
+        one.data_ptr() % 16 == 0
+        and one.stride(-1) == 1
+        and not any(steps * one.element_size() % 16 for steps in (*one.stride()[:-1], one.shape[-1]))
+        for one in tensors
+    )
+
+
+def _triton(pairs: Sequence[tuple[Tensor, Tensor]], table: Tensor) -> None:
+    from rlspec.kernels import kv_cache
+
+    (keys, new_keys), (values, new_values) = pairs
+    kv_cache.write(keys, values, new_keys, new_values, table)
+
+
+def _cuda(pairs: Sequence[tuple[Tensor, Tensor]], table: Tensor) -> None:
+    (keys, new_keys), (values, new_values) = pairs
+    pack = 16 // keys.element_size()
+    strides = [step // pack for one in (keys, new_keys, new_values) for step in one.stride()[:3]]
+    sizes = (table.shape[1], keys.shape[1], keys.shape[3] // pack, *strides)
+    native.load("kv_cache").call("kv_cache_write", keys, values, new_keys, new_values, table, *sizes)
+
+
+# Keys and values in one launch, by the family of kernels whose run they belong to.
+_WRITERS: Mapping[str | None, Callable[..., None]] = {"triton": _triton, "cuda": _cuda}
 
 
 def _side_by_side(parts: Sequence[Part]) -> tuple[list[int], int]:

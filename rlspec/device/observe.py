@@ -87,6 +87,12 @@ def native(name: str) -> None:
         seen.launched(seen.native, name)
 
 
+def again(kernel: str, *, native: bool) -> None:
+    """One kernel does the work of several operators: told at the call of each, after the one that launched it."""
+    for seen in _WATCHING:
+        seen.launched(seen.native if native else seen.triton, kernel)
+
+
 @contextlib.contextmanager
 def watch() -> Iterator[Seen]:
     """Record what is launched inside, in this process, whichever thread launches it."""

@@ -126,27 +126,24 @@ def _training(
 
 
 class _Held:
-    """A cache whose next slot was reserved beforehand: what a graph can capture."""
+    """A cache whose next slot was reserved beforehand, so that a graph can capture a call: always the same."""
 
     def __init__(self, cache: ContiguousCache) -> None:
-        self.segments = cache.of(0).begin([Span(0, 0, 1)], 1)
-        self.keys, self.values = cache.keys, cache.values
-        self.place = self.segments.entries[0].key_length - 1
+        self.cache, self.segments = cache, cache.of(0).begin([Span(0, 0, 1)], 1)
         assert self.segments.table.is_cuda and self.segments.positions.is_cuda
 
     def begin(self, spans: Sequence[Span], width: int) -> Any:
+        self.cache._next = 0
         return self.segments
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        held = []
-        for store, new in ((self.keys, keys), (self.values, values)):
-            store[layer, :1, :, self.place] = new[:, 0]
-            held.append(store[layer, :1, :, : self.segments.keys].transpose(1, 2))
-        return held[0], held[1]
+        return self.cache.extend(layer, keys, values)
 
 
 def _decode(ours: InferenceDecoder, ids: Tensor) -> Callable[[], None]:
-    cache = ContiguousCache(ours.architecture, samples=1, positions=LENGTH + 1, dtype=ours.dtype, device=DEVICE)
+    options: dict[str, Any] = {"dtype": ours.dtype, "device": DEVICE}
+    options["backend"] = ours.operators.implementations["attention"]
+    cache = ContiguousCache(ours.architecture, samples=1, positions=LENGTH + 1, **options)
     cache.open(0)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad():

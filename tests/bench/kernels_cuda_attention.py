@@ -139,7 +139,7 @@ def _backward(
 
 def _packed(parts: Sequence[Tensor], length: int) -> tuple[list[tuple[int, int, int, int, int]], list[Tensor]]:
     """Three rows of NaN that hold the sample four times: padded on either side, and behind its own first tokens."""
-    first = length // 3
+    first = min(length // 3, 900)
     spans = (0, 33, length), (1, 0, first), (1, first, length), (2, 900, length)
     wide = [torch.full((3, length + 900, *x.shape[2:]), torch.nan, dtype=x.dtype, device=x.device) for x in parts]
     for full, part in zip(wide, parts, strict=True):

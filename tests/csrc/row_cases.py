@@ -60,6 +60,7 @@ def cases(device: torch.device | str = "cuda") -> Iterator[Case]:
     """All operators, forward, gradients and folds."""
     draw = Draw(device)
     yield from norms(draw)
+    yield from together(draw)
     yield from norm_folds(draw)
     yield from gates(draw)
     yield from ropes(draw)
@@ -134,6 +135,55 @@ def norms(draw: Draw) -> Iterator[Case]:
 
 def _odd(dtype: torch.dtype, width: int) -> bool:
     return dtype == FP32 and width < NARROWEST_FP32_FOLD
+
+
+def together(draw: Draw) -> Iterator[Case]:
+    """Several operators at once, ours and Triton's, beside Triton's one by one."""
+    for dtype in DTYPES:
+        for width in (64, 128, 1000, 2048, 4096, 8192):
+            for stream in {dtype, FP32}:
+                for rows, inner in ((1, False), (37, True)):
+                    residual, x = draw(rows, width, dtype=stream), draw(rows, width, dtype=dtype)
+                    given = (residual, x, draw(width, dtype=dtype))
+                    name = f"residual_norm {stream} + {dtype} {rows} x {width}, inner rounding {inner}"
+                    yield from _beside(name, "residual_norm", residual_then_norm, given, inner)
+        for width in (16, 64, 128, 256):
+            if width * dtype.itemsize > 512:
+                continue
+            for (batch, tokens), inner in (((1, 1), False), ((2, 19), True)):
+                whole = draw(batch, tokens, 12 * width, dtype=dtype).unflatten(-1, (12, width))
+                angles = draw(batch, tokens, width // 2, dtype=FP32) * 50
+                for table in {dtype, FP32}:
+                    weights = draw(width, dtype=dtype), draw(width, dtype=dtype)
+                    given = (
+                        whole[:, :, :7],
+                        whole[:, :, 7:10],
+                        *weights,
+                        angles.cos().to(table),
+                        angles.sin().to(table),
+                    )
+                    name = f"rotated_heads {dtype} {table} {batch} x {tokens} x {width}, inner rounding {inner}"
+                    yield from _beside(name, "rotated_heads", norm_then_rope, given, inner)
+
+
+def _beside(name: str, function: str, one_by_one: Any, given: Results, inner: bool) -> Iterator[Case]:
+    options = {"eps": EPS, "round_before_weight": inner}
+    want = partial(one_by_one, *given, **options)
+    for family in (cuda_rows, rms_norm):
+        yield Case(f"{name}, {family.__name__}", partial(getattr(family, function), *given, **options), want)
+
+
+def residual_then_norm(residual: Tensor, x: Tensor, weight: Tensor, **options: Any) -> Results:
+    total = residual_add.residual_add(residual, x)
+    return total, rms_norm.rms_norm(total.to(x.dtype), weight, **options)
+
+
+def norm_then_rope(
+    query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor, **options: Any
+) -> Results:
+    pairs = ((query, query_weight), (key, key_weight))
+    normed = [rms_norm.rms_norm(x, weight, **options) for x, weight in pairs]
+    return *normed, *(rope.rope(x, cos, sin) for x in normed)
 
 
 def norm_folds(draw: Draw) -> Iterator[Case]:

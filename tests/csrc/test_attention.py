@@ -58,6 +58,17 @@ def test_exponentials_run_while_products_are_in_flight() -> None:
         assert between.count("MUFU.EX2") >= 24, "the wait for the sums was moved up before the exponentials"
 
 
+@needs_nvcc
+def test_kernels_of_the_forward_wait_before_they_touch_memory() -> None:
+    for name in ("forward", "fold", "pads"):
+        for part in disassembled(name):
+            before = part.split("ACQBULK", 1)  # griddepcontrol.wait
+            assert len(before) == 2, f"{name} may start early and does not wait"
+            assert not re.search(r"\b(STG|RED|ATOMG|UTMALDG)\b", before[0]), name
+            reads = set(re.findall(r"\bLDG[.\w]*", before[0]))  # the fold looks up its segment, past L1
+            assert all("STRONG" in read for read in reads) and (name == "fold" or not reads), (name, reads)
+
+
 def test_the_contract_is_that_of_triton() -> None:
     assert cuda.SCHEDULE is in_triton.SCHEDULE
     source = Path(__file__).parents[2] / "csrc" / "attention.cuh"

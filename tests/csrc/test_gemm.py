@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlspec import nvcc
 from rlspec.device import cuda_gemm as cuda
+from rlspec.device import cuda_rows
 from rlspec.kernels import det_gemm as triton_gemm
 from rlspec.kernels import linear_logprob as triton_head
 
@@ -73,11 +74,14 @@ def test_every_tile_of_the_table_is_built() -> None:
             tile = next(tile for tile in tiles if tile.number == int(number))
             shape = (tile.rows, tile.columns)
             assert tuple(map(int, sizes[:2])) == (shape[::-1] if swapped == "true" else shape), tile
+    lean = [line.split("(")[1].split(",") for line in kernels.splitlines() if line.startswith("        LEAN(")]
+    assert [(int(number), int(columns)) for number, columns, *_ in lean] == [(t.number, t.columns) for t in cuda.LEAN]
 
 
 def test_the_tile_is_the_one_that_measures_best() -> None:
     for rows, columns, wanted in (
-        *((1, 6144, (16, 64)), (16, 4096, (16, 64)), (32, 24576, (32, 64))),
+        *((1, 4096, (8, 32)), (1, 6144, (8, 48)), (8, 12288, (8, 96)), (1, 24576, (8, 192)), (1, 151936, (8, 192))),
+        *((9, 6144, (16, 64)), (16, 4096, (16, 64)), (32, 24576, (32, 64))),
         *((64, 4096, (64, 64)), (128, 6144, (64, 96)), (256, 4096, (64, 128)), (256, 6144, (64, 192))),
         *((512, 4096, (128, 128)), (512, 6144, (128, 192)), (1024, 4096, (128, 256)), (1024, 6144, (256, 192))),
         *((4096, 4096, (128, 256)), (4096, 24576, (256, 192)), (4096, 151936, (256, 192))),
@@ -176,11 +180,34 @@ def test_every_tile_has_the_bits_of_triton(count: int, width: int, seed: int) ->
         wanted = torch.empty(count, 416, device="cuda")
         triton_gemm._plain_product(x, weight, wanted)(x.device)
         assert error(wanted, x.double() @ weight.double().t()) < 2e-5
-        for tile in TILES:
+        for tile in (*TILES, *(cuda.LEAN if count <= 8 else ())):
             for out_dtype in (dtype, FP32):
                 out = torch.full((count, 416), float("nan"), dtype=out_dtype, device="cuda")
                 cuda._product(x, weight, out, tile)
                 assert same(out, wanted.to(out_dtype)), (tile, dtype, out_dtype)
+
+
+@gpu
+@pytest.mark.parametrize("width", [24, 264, 4096])
+@pytest.mark.parametrize("count", [1, 8, 16, 40])
+def test_a_weight_at_rest_gives_the_same_bits(count: int, width: int) -> None:
+    x, weights = draw(count, width, dtype=BF16), [draw(600, width, seed=i, dtype=BF16) for i in (1, 2)]
+    used, ids = torch.empty_like(weights[0]), torch.arange(count, device="cuda")
+    wanted = [cuda.det_gemm(x, weight) for weight in weights]
+    for turn in range(50):
+        used.copy_(weights[turn % 2])
+        rows = cuda_rows.embedding(ids, x)  # behind it the weight rests
+        with cuda.weights_at_rest():
+            found = [cuda.det_gemm(rows, used), cuda.det_gemm(cuda_rows.residual_add(rows, rows), used)]
+        assert same(found[0], wanted[turn % 2]) and same(found[1], wanted[turn % 2] * 2)
+
+
+@gpu
+def test_a_weight_that_the_kernel_before_has_made_is_whole() -> None:
+    x, made, weight = draw(4, 512, dtype=BF16), draw(700, 256, seed=1, dtype=BF16), draw(512, 256, seed=2, dtype=BF16)
+    wanted = triton_gemm.det_gemm(x, triton_gemm.det_gemm(made, weight))
+    for _ in range(50):
+        assert same(cuda.det_gemm(x, cuda.det_gemm(made, weight)), wanted)
 
 
 @gpu

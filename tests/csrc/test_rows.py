@@ -14,7 +14,7 @@ from tests.csrc import row_cases
 from tests.csrc.row_cases import BF16, EPS, FP32, Draw, gradients, same
 from tests.kernels.interpreted import gpu
 
-SOURCES = ("rms_norm", "rope", "swiglu", "embedding", "logprob", "residual_add")
+SOURCES = ("rms_norm", "rope", "swiglu", "embedding", "logprob", "residual_add", "kv_cache")
 # Kernels for any width, number by number, and norms of rows wider than 8192: off the path of the models.
 COLD = ("_any", "Li512E")
 
@@ -40,6 +40,11 @@ REFUSED = {
     "a table that does not fit": (lambda: cuda_rows.rope(X, X[..., 0, :4], X[..., 0, :3]), "the tables must be"),
     "a wider x": (lambda: cuda_rows.residual_add(X.half(), X), "does not fit into a residual"),
     "targets that do not fit": (lambda: cuda_rows.logprob(X, torch.zeros(2, 3, dtype=torch.int64)), "do not fit"),
+    "a sum that does not fit": (lambda: cuda_rows.residual_norm(X.half(), X, X[0, 0, 0], eps=EPS), "does not fit"),
+    "heads on a CPU": (
+        lambda: cuda_rows.rotated_heads(X, X, *[X[0, 0, 0]] * 2, *[X[..., 0, :4]] * 2, eps=EPS),
+        "x is on cpu: the kernels run on a CUDA device",
+    ),
     "ids that are no integers": (lambda: cuda_rows.embedding(X[0, 0, 0], X[0, 0]), "must be int64"),
 }
 
@@ -53,8 +58,8 @@ def test_what_is_refused(name: str) -> None:
 
 # ---- GPU ----
 
-PARTS = {one.__name__: one for one in (row_cases.norms, row_cases.norm_folds, row_cases.gates, row_cases.ropes,
-                                       row_cases.lookups, row_cases.logprobs)}  # fmt: skip
+PARTS = {one.__name__: one for one in (row_cases.norms, row_cases.together, row_cases.norm_folds, row_cases.gates,
+                                       row_cases.ropes, row_cases.lookups, row_cases.logprobs)}  # fmt: skip
 
 
 @gpu

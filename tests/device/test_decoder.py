@@ -10,7 +10,7 @@ import torch
 
 from rlspec import catalog
 from rlspec.device.architecture import read
-from rlspec.device.decoder import Decoder, Span
+from rlspec.device.decoder import Decoder, Span, side_by_side
 from rlspec.device.operators import Operators, Segment, Segments
 
 IMPLEMENTATIONS = ("reference", "torch")
@@ -612,3 +612,34 @@ def test_the_entry_of_qwen3_8b_is_its_config_json():
 def test_entries_of_other_families_are_refused(name, key):
     with pytest.raises(ValueError, match=rf"\b{key}\b"):
         read(entry(name))
+
+
+# Where parameters lie
+
+
+JOINED = (
+    [f"self_attn.{name}_proj.weight" for name in "qkv"],
+    [f"mlp.{name}_proj.weight" for name in ("gate", "up")],
+)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_projections_of_the_same_rows_lie_side_by_side(kind):
+    architecture = read(CONFIGS[kind])
+    for made in (
+        Decoder(architecture, Operators("torch")),
+        Decoder(architecture, Operators("torch"), device="meta").requires_grad_(False).to_empty(device="cpu"),
+    ):
+        trained = made.get_parameter("model.norm.weight").requires_grad
+        made.initialise(3)
+        assert {name: tuple(one.shape) for name, one in made.named_parameters()} == architecture.parameter_shapes()
+        assert [name for name, one in made.named_parameters() if one.requires_grad] == list(made.state_dict()) * trained
+        for names in JOINED if kind == "dense" else JOINED[:1]:
+            parts = [made.get_parameter(f"model.layers.1.{name}") for name in names]
+            whole = side_by_side(parts)
+            assert torch.equal(whole, torch.cat(parts))
+            with torch.no_grad():
+                parts[1].add_(1)
+            assert torch.equal(whole, torch.cat(parts)) and side_by_side(parts[::-1]) is None
+            assert side_by_side([parts[0], parts[1].detach().clone()]) is None
+        assert side_by_side([made.get_parameter(f"model.layers.{i}.self_attn.q_proj.weight") for i in range(2)]) is None

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from rlspec.kernels import rms_norm as norm
+from rlspec.kernels.residual_add import residual_add
 from rlspec.kernels.rms_norm import fold, rms_norm
+from rlspec.kernels.rope import rope
 from tests.kernels.interpreted import compiled, gpu, hopper, interpreted, spills
 
 BF16 = torch.bfloat16
@@ -52,6 +54,34 @@ def test_value_and_gradients_are_the_formula(shape: tuple[int, ...]) -> None:
     found = (value.detach(), *torch.autograd.grad(value, (x, weight), dy))
     wanted = exact(x, weight, dy)
     assert all(error(one, other) < 1e-6 for one, other in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("width", [24, 100, 128])
+@interpreted
+def test_the_norm_of_a_sum_is_the_two_operators(width: int, early: bool) -> None:
+    residual, x, weight = draw(2, 19, width), draw(2, 19, width, seed=1), draw(width, seed=2)
+    found = norm.residual_norm(residual, x, weight, eps=EPS, round_before_weight=early)
+    assert found is not None
+    total = residual_add(residual, x)
+    assert same(found[0], total)
+    assert same(found[1], rms_norm(total, weight, eps=EPS, round_before_weight=early))
+    assert norm.residual_norm(residual[..., ::2], x[..., ::2], weight[::2], eps=EPS) is None
+
+
+@pytest.mark.parametrize(("grid", "heads"), [((1, 1), (4, 2)), ((2, 19), (3, 1))])
+@pytest.mark.parametrize("width", [8, 64])
+@interpreted
+def test_rotated_heads_are_the_two_operators(width: int, grid: tuple[int, int], heads: tuple[int, int]) -> None:
+    joined = draw(*grid, sum(heads) + 1, width)
+    query, key = joined[:, :, : heads[0]], joined[:, :, heads[0] : -1]
+    weights, tables = [draw(width, seed=i) for i in (1, 2)], [draw(*grid, width // 2, seed=i) for i in (3, 4)]
+    found = norm.rotated_heads(query, key, *weights, *tables, eps=EPS)
+    assert found is not None
+    for x, weight, normed, rotated in zip((query, key), weights, found[:2], found[2:], strict=True):
+        want = rms_norm(x, weight, eps=EPS)
+        assert same(normed, want) and same(rotated, rope(want, *tables))
+    assert norm.rotated_heads(query[..., :6], key[..., :6], *[draw(6)] * 2, *[draw(*grid, 3)] * 2, eps=EPS) is None
 
 
 @pytest.mark.parametrize("width", [128, 96])
