@@ -1,40 +1,36 @@
 """Attention on a GPU: its bits over tiles, layouts and batches, and its speed beside cuDNN and flash SDPA.
 
-`checks(device)` yields (name, ok, detail); `timings(device)` yields dict(kernel, shape, ours_us, baseline, baseline_us,
-floor_us). Above 100 us: each function alone at steady heat, order ours, theirs, theirs, ours, the median. Below: a CUDA
-graph over copies of the cache that do not fit into L2. TFLOP/s count the causal half, 2 products forward, 5 backward.
+`checks(device)` yields (name, ok, detail) of Triton's kernels; `timings(device)` yields rows of both families, Triton
+and CUDA, beside the same readings of cuDNN and flash. Timing: clock.py; decode in a CUDA graph over copies of the cache
+that do not fit into L2. TFLOP/s count the causal half, 2 products forward, 5 backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from statistics import median
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from rlspec.device import cuda_attention, native
 from rlspec.kernels import attention as kernel
+from tests.bench import clock
 
 HEADS, KV_HEADS = 32, 8
 FLOPS, BYTES = 790e12, 4.3e12  # what this chip reaches
 PREFILL = ((1, 4096), (4, 4096), (1, 16384))
 DECODE = ((1, 4096), (32, 4096), (1, 32768))
+PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 SEED = 20261129
 
 
 def checks(device: torch.device) -> Iterator[tuple[str, bool, str]]:
-    for width in (64, 128, 256):
-        yield from _layouts(device, width, torch.bfloat16, None)
-    yield from _layouts(device, 128, torch.float16, None)
-    yield from _layouts(device, 64, torch.float32, None)
-    yield from _layouts(device, 128, torch.bfloat16, 200)
-    yield from _tiles(device)
-    yield from _backward(device, 128, None)
-    yield from _backward(device, 64, 200)
-    yield from _backward(device, 256, None)
-    yield "attention: captured in a graph", *_captured(device)
+    for kind in KINDS:
+        yield from kind(device)
 
 
 def _sample(device: torch.device, rows: int, queries: int, keys: int, width: int, dtype: torch.dtype) -> list[Tensor]:
@@ -137,24 +133,23 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, si
     return out
 
 
-def _tiles(device: torch.device) -> Iterator[tuple[str, bool, str]]:
-    """Every tile and both ways to fold, for every kind of head width."""
-    for width in (64, 128, 256):
-        q, k, v = _sample(device, 2, 1300, 1300, width, torch.bfloat16)
-        table = _table([(0, 0, 1300, 0, 1300), (1, 0, 1300, 0, 1300)], device)
-        cache = kernel._Cache(k, v, None, 0)
-        want = None
-        bad = []
-        tiles = [(16, 4, 2), (16, 2, 3), (32, 4, 2), (64, 4, 2), (64, 8, 2)] + [(128, 8, 2), (64, 4, 3)] * (width < 256)
-        for tile in tiles:
-            for split in (False, True):
-                for bulk in {not split, False}:
-                    chosen = {"split": split, "bulk": bulk, "tile": kernel.Tile(*tile)}
-                    found = kernel._forward(q, cache, table, width**-0.5, 1300, 1300, None, None, **chosen)
-                    want = want or found
-                    if not _same(found, want):
-                        bad.append((*tile, split, bulk))
-        yield f"attention {width}: tiles", not bad, f"{len(tiles)} tiles three times, differ: {bad}"
+def _tiles(device: torch.device, width: int) -> Iterator[tuple[str, bool, str]]:
+    """Every tile and both ways to fold."""
+    q, k, v = _sample(device, 2, 1300, 1300, width, torch.bfloat16)
+    table = _table([(0, 0, 1300, 0, 1300), (1, 0, 1300, 0, 1300)], device)
+    cache = kernel._Cache(k, v, None, 0)
+    want = None
+    bad = []
+    tiles = [(16, 4, 2), (16, 2, 3), (32, 4, 2), (64, 4, 2), (64, 8, 2)] + [(128, 8, 2), (64, 4, 3)] * (width < 256)
+    for tile in tiles:
+        for split in (False, True):
+            for bulk in {not split, False}:
+                chosen = {"split": split, "bulk": bulk, "tile": kernel.Tile(*tile)}
+                found = kernel._forward(q, cache, table, width**-0.5, 1300, 1300, None, None, **chosen)
+                want = want or found
+                if not _same(found, want):
+                    bad.append((*tile, split, bulk))
+    yield f"attention {width}: tiles", not bad, f"{len(tiles)} tiles three times, differ: {bad}"
 
 
 def _backward(device: torch.device, width: int, window: int | None) -> Iterator[tuple[str, bool, str]]:
@@ -198,6 +193,10 @@ def _backward(device: torch.device, width: int, window: int | None) -> Iterator[
     yield f"{tag}: tiles", not bad, f"{len(tiles)} tiles twice, differ: {bad}"
 
 
+def _graphs(device: torch.device) -> Iterator[tuple[str, bool, str]]:
+    yield "attention: captured in a graph", *_captured(device)
+
+
 def _captured(device: torch.device) -> tuple[bool, str]:
     """Prefill of a packed batch, decode and backward in one graph, replayed on other inputs."""
     length, scale = 1001, 128**-0.5
@@ -232,46 +231,70 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int |
     return torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(~seen, -torch.inf), -1), v)[None]
 
 
+KINDS: tuple[Callable[[torch.device], Iterator[tuple[str, bool, str]]], ...] = (
+    *(partial(_layouts, width=width, dtype=torch.bfloat16, window=None) for width in (64, 128, 256)),
+    partial(_layouts, width=128, dtype=torch.float16, window=None),
+    partial(_layouts, width=64, dtype=torch.float32, window=None),
+    partial(_layouts, width=128, dtype=torch.bfloat16, window=200),
+    *(partial(_tiles, width=width) for width in (64, 128, 256)),
+    *(partial(_backward, width=width, window=window) for width, window in ((128, None), (64, 200), (256, None))),
+    _graphs,
+)
+
+
 def timings(device: torch.device) -> Iterator[dict[str, object]]:
+    families = {"triton": kernel} | ({} if native.missing(device) else {"cuda": cuda_attention})
     for rows, length in PREFILL:
-        yield from _prefill(device, rows, length)
+        yield from _prefill(device, families, rows, length)
     for rows, length in DECODE:
-        yield from _decode(device, rows, length)
+        yield from _decode(device, families, rows, length)
 
 
-def _prefill(device: torch.device, rows: int, length: int) -> Iterator[dict[str, object]]:
+def _prefill(device: torch.device, families: dict[str, Any], rows: int, length: int) -> Iterator[dict[str, object]]:
     q, k, v = _sample(device, rows, length, length, 128, torch.bfloat16)
     grad = torch.randn_like(q)
     table = _table([(row, 0, length, 0, length) for row in range(rows)], device)
-    flop = 2 * rows * HEADS * length * length * 128
-    out, lse = kernel.forward(q, k, v, table, scale=128**-0.5)
+    scale, flop = 128**-0.5, 2 * rows * HEADS * length * length * 128
+    out, lse = kernel.forward(q, k, v, table, scale=scale)
     shape = f"B{rows} S{length} H{HEADS}/{KV_HEADS} D128"
     theirs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
-    for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
-        ours_us, base_us = _alternate(
-            lambda: kernel.forward(q, k, v, table, scale=128**-0.5), _sdpa(theirs, backend, True)
-        )
-        yield _row("attention forward", shape, ours_us, name, base_us, flop / FLOPS * 1e6)
-        with sdpa_kernel(backend):
-            forward = scaled_dot_product_attention(*theirs, is_causal=True, enable_gqa=True)
-        ours_us, base_us = _alternate(
-            lambda: kernel.backward(q, k, v, out, lse, grad, table, scale=128**-0.5),
-            lambda forward=forward: torch.autograd.grad(forward, theirs, grad.transpose(1, 2), retain_graph=True),
-        )
-        yield _row("attention backward", shape, ours_us, name, base_us, 2.5 * flop / FLOPS * 1e6)
+    ours = {name: partial(one.forward, q, k, v, table, scale=scale) for name, one in families.items()}
+    peers = {name: _sdpa(theirs, backend, True) for name, backend in PEERS.items()}
+    yield from _beside("attention forward", shape, ours, peers, flop / FLOPS * 1e6)
+    ours = {name: partial(one.backward, q, k, v, out, lse, grad, table, scale=scale) for name, one in families.items()}
+    peers = {name: _sdpa_backward(theirs, grad, backend) for name, backend in PEERS.items()}
+    yield from _beside("attention backward", shape, ours, peers, 2.5 * flop / FLOPS * 1e6)
 
 
-def _decode(device: torch.device, rows: int, length: int) -> Iterator[dict[str, object]]:
+def _sdpa_backward(tensors: list[Tensor], grad: Tensor, backend: SDPBackend) -> Callable[[], object]:
+    with sdpa_kernel(backend):
+        out = scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+    return lambda: torch.autograd.grad(out, tensors, grad.transpose(1, 2), retain_graph=True)
+
+
+def _decode(device: torch.device, families: dict[str, Any], rows: int, length: int) -> Iterator[dict[str, object]]:
     size = 2 * rows * length * KV_HEADS * 128 * 2
     copies = max(2, min(16, -(-200_000_000 // size)))
     sets = [_sample(device, rows, 1, length, 128, torch.bfloat16) for _ in range(copies)]
-    table = _table([(row, 0, 1, 0, length) for row in range(rows)], device)
-    ours_us = _graph([lambda x=x: kernel.forward(*x, table, scale=128**-0.5) for x in sets])
-    shape = f"B{rows} L{length} H{HEADS}/{KV_HEADS} D128"
     turned = [[x.transpose(1, 2) for x in one] for one in sets]
-    for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
-        base_us = _graph([_sdpa(one, backend, False) for one in turned])
-        yield _row("attention decode", shape, ours_us, name, base_us, size / BYTES * 1e6)
+    table = _table([(row, 0, 1, 0, length) for row in range(rows)], device)
+    ours = {name: [partial(one.forward, *x, table, scale=128**-0.5) for x in sets] for name, one in families.items()}
+    peers = {name: [_sdpa(one, backend, False) for one in turned] for name, backend in PEERS.items()}
+    shape = f"B{rows} L{length} H{HEADS}/{KV_HEADS} D128"
+    yield from _beside("attention decode", shape, ours, peers, size / BYTES * 1e6)
+
+
+def _beside(
+    kernel_name: str, shape: str, ours: dict[str, Any], peers: dict[str, Any], floor: float
+) -> Iterator[dict[str, object]]:
+    """A row for each family and peer; lists of calls run in a graph."""
+    sides = {**ours, **peers}
+    times = clock.there_and_back(
+        {name: clock.graph(call) if isinstance(call, list) else (call, 1) for name, call in sides.items()}
+    )
+    for name in ours:
+        for peer in peers:
+            yield {"backend": name, **_row(kernel_name, shape, times[name], peer, times[peer], floor)}
 
 
 def _sdpa(tensors: list[Tensor], backend: SDPBackend, causal: bool) -> Callable[[], object]:
@@ -294,41 +317,12 @@ def _row(kernel_name: str, shape: str, ours: float, baseline: str, theirs: float
 
 
 def _alternate(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[float, float]:
-    first = steady(ours), steady(theirs)
-    second = steady(theirs), steady(ours)
-    return median((first[0], second[1])), median((first[1], second[0]))
-
-
-def steady(call: Callable[[], object], seconds: float = 0.4) -> float:
-    """Microseconds a call, alone, after a warm-up as long as the measurement."""
-    call()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-    marks[0].record()
-    call()
-    marks[1].record()
-    torch.cuda.synchronize()
-    count = max(3, int(seconds * 1e3 / max(marks[0].elapsed_time(marks[1]), 1e-3)))
-    for _ in range(count):
-        call()
-    marks[1].record()
-    for _ in range(count):
-        call()
-    marks[2].record()
-    torch.cuda.synchronize()
-    return marks[1].elapsed_time(marks[2]) * 1e3 / count
+    times = clock.there_and_back({"ours": (ours, 1), "theirs": (theirs, 1)})
+    return times["ours"], times["theirs"]
 
 
 def _graph(calls: list[Callable[[], object]]) -> float:
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return median(steady(graph.replay, 0.03) for _ in range(3)) / len(calls)
+    return clock.steady(*clock.graph(calls))
 
 
 def report(rows: Iterable[dict[str, object]]) -> Iterator[str]:

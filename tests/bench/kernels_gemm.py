@@ -1,25 +1,28 @@
 """The part `gemm` of bench_kernels.py: det_gemm, linear_logprob and rms_norm at the shapes of Qwen3-8B.
 
-Timing: CUDA graphs of some calls that rotate through weights larger than the cache. A function runs alone until it is
-at steady heat (20 ms below 100 us a call, 500 ms above), then is measured; ours and the baseline in the order A B B A.
-floor: the larger of operations over 790 TFLOP/s and bytes over 4.3 TB/s, the rates of cuBLAS and of a copy on an H200.
+Products of both families, Triton and CUDA, beside the same reading of cuBLAS; the norms of Triton. Timing: clock.py;
+graphs rotate through weights larger than the cache. floor: the larger of operations over 790 TFLOP/s and bytes over
+4.3 TB/s, the rates of cuBLAS and of a copy on an H200.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlspec.device import cuda_gemm, native
 from rlspec.kernels import det_gemm as gemm
 from rlspec.kernels import rms_norm as norm
 from rlspec.kernels.det_gemm import det_gemm, fold
 from rlspec.kernels.linear_logprob import linear_logprob
 from rlspec.kernels.rms_norm import rms_norm
+from tests.bench.clock import Call, there_and_back
+from tests.bench.clock import graph as _graph
 
 # Name: columns of the result and reduced width.
 LAYERS = {
@@ -30,15 +33,30 @@ LAYERS = {
     "lm_head": (151936, 4096),
 }
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
+FEW_ROWS = (64, 128, 256)
 TOKENS, NORM_TOKENS = 4096, 16384
 COLD = 300e6
 BF16, EPS = torch.bfloat16, 1e-6
 
-Call = Callable[[], Any]
+
+class Family(NamedTuple):
+    det_gemm: Callable[..., Tensor]
+    data_gradient: Callable[..., Tensor]
+    fold: Callable[..., None]
+    linear_logprob: Callable[..., Tensor]
+
+
+TRITON = Family(det_gemm, gemm._data_gradient, fold, linear_logprob)
+CUDA = Family(cuda_gemm.det_gemm, cuda_gemm._data_gradient, cuda_gemm.fold, cuda_gemm.linear_logprob)
 
 
 def checks(device: torch.device) -> Iterator[tuple[str, bool, str]]:
     """Bits over the table of tiles, row counts, cuts of the rows, and captured graphs."""
+    for kind in KINDS:
+        yield from kind(device)
+
+
+def _tiles(device: torch.device) -> Iterator[tuple[str, bool, str]]:
     x, weight = _random(device, 200, 5000), _random(device, 416, 5000)
     found = []
     for tile in sorted({tile for entries in gemm.TILES.values() for _, tile in entries}):
@@ -49,82 +67,103 @@ def checks(device: torch.device) -> Iterator[tuple[str, bool, str]]:
     gemm._plain_product(x, weight, plain)(device)
     bad = sum(not torch.equal(one, plain) for one in found)
     yield "gemm: all tiles give the bits of the plain kernel, fp32 out", not bad, f"{bad} of {len(found)} differ"
+
+
+def _rows(device: torch.device) -> Iterator[tuple[str, bool, str]]:
     x, weight = _random(device, 1030, 4096), _random(device, 6144, 4096)
     yield "gemm: rows", *_rows_agree(lambda x: det_gemm(x, weight), x)
-    total, parts = torch.zeros(2, 6144, 4096, device=device)
-    dy, blocks = _random(device, 1000, 6144), _blocks(1000)
-    fold(total, x[:1000], dy, blocks)
-    for first, last in pairwise((0, 4, 32, len(blocks))):
-        fold(parts, x[:1000], dy, blocks[first:last].to(device))
-    yield "fold: cuts, gathered and in place", torch.equal(total, parts), ""
     weight, targets = _random(device, 20000, 4096) / 64, torch.arange(1030, device=device) * 19
     yield "linear_logprob: rows", *_rows_agree(lambda x, t: linear_logprob(x, weight, t), x, targets)
     weight = _random(device, 4096)
     yield "rms_norm: rows", *_rows_agree(lambda x: rms_norm(x, weight, eps=EPS), x)
+
+
+def _folds(device: torch.device) -> Iterator[tuple[str, bool, str]]:
+    x = _random(device, 1000, 4096)
+    total, parts = torch.zeros(2, 6144, 4096, device=device)
+    dy, blocks = _random(device, 1000, 6144), _blocks(1000)
+    fold(total, x, dy, blocks)
+    for first, last in pairwise((0, 4, 32, len(blocks))):
+        fold(parts, x, dy, blocks[first:last].to(device))
+    yield "fold: cuts, gathered and in place", torch.equal(total, parts), ""
     yield "graph", *_captured(device)
 
 
+KINDS = (_tiles, _rows, _folds)
+
+
 def timings(device: torch.device) -> Iterator[dict[str, Any]]:
+    families = {"triton": TRITON} | ({} if native.missing(device) else {"cuda": CUDA})
     for name in LAYERS:
-        yield from _products(device, name)
-    yield from _gradients(device)
-    yield from _head(device)
+        yield from _products(device, families, name)
+    yield from _gradients(device, families)
+    yield from _few_rows(device, families)
+    yield from _head(device, families)
     yield from _norms(device)
 
 
-def _products(device: torch.device, name: str) -> Iterator[dict[str, Any]]:
+def _products(device: torch.device, families: dict[str, Family], name: str) -> Iterator[dict[str, Any]]:
     columns, width = LAYERS[name]
     weights = [_random(device, columns, width) for _ in range(_copies(columns * width * 2))]
     for rows in ROWS:
         x = _random(device, rows, width)
-        ours = [_bind(det_gemm, x, weight) for weight in weights]
+        ours = {name: [_bind(one.det_gemm, x, weight) for weight in weights] for name, one in families.items()}
         theirs = [_bind(F.linear, x, weight) for weight in weights]
-        size = 2 * (rows * width + columns * width + rows * columns)
-        yield _row(f"gemm {name}", f"M={rows}", ours, "cuBLAS", theirs, _floor(2 * rows * columns * width, size))
+        floor = _floor(2 * rows * columns * width, 2 * (rows * width + columns * width + rows * columns))
+        yield from _beside(f"gemm {name}", f"M={rows}", ours, "cuBLAS", theirs, floor)
 
 
-def _gradients(device: torch.device) -> Iterator[dict[str, Any]]:
-    blocks, ragged = _blocks(TOKENS), torch.cat((_blocks(1000), _blocks(TOKENS - 1000, 1000)))
+def _gradients(device: torch.device, families: dict[str, Family]) -> Iterator[dict[str, Any]]:
+    blocks, ragged = _blocks(TOKENS), torch.cat((_blocks(1000), _blocks(TOKENS - 1000, 1000))).to(device)
     for name in ("qkv", "gateup", "down"):
         columns, width = LAYERS[name]
         x, dy = _random(device, TOKENS, width), _random(device, TOKENS, columns)
-        weight = _random(device, columns, width)
-        work, shape = 2 * TOKENS * columns * width, f"T={TOKENS}"
-        moved = 2 * (TOKENS * width + columns * width + TOKENS * columns)
-        ours, theirs = [_bind(gemm._data_gradient, dy, weight)], [_bind(torch.mm, dy, weight)]
-        yield _row(f"dx {name}", shape, ours, "cuBLAS", theirs, _floor(work, moved))
-        total = torch.zeros(columns, width, device=device)
-        theirs = [lambda: torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)]  # noqa: B023
+        weight, total = _random(device, columns, width), torch.zeros(columns, width, device=device)
+        work, moved = 2 * TOKENS * columns * width, 2 * (TOKENS * width + columns * width + TOKENS * columns)
+        ours = {name: [_bind(one.data_gradient, dy, weight)] for name, one in families.items()}
+        theirs = [_bind(torch.mm, dy, weight)]
+        yield from _beside(f"dx {name}", f"M={TOKENS}", ours, "cuBLAS", theirs, _floor(work, moved))
         floor = _floor(work, moved + 6 * columns * width)
-        yield _row(f"dw {name}", shape, [_bind(fold, total, x, dy, blocks)], "cuBLAS beta=1", theirs, floor)
-        if name == "gateup":
-            rows = ragged.to(device)
-            yield _row(f"dw {name}, gathered", shape, [_bind(fold, total, x, dy, rows)], "cuBLAS beta=1", theirs, floor)
+        theirs = [lambda: torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)]  # noqa: B023
+        for table, what in ((blocks, ""), (ragged, ", gathered"))[: 2 if name == "gateup" else 1]:
+            ours = {name: [_bind(one.fold, total, x, dy, table)] for name, one in families.items()}
+            yield from _beside(f"dw {name}{what}", f"M={TOKENS}", ours, "cuBLAS beta=1", theirs, floor)
 
 
-def _head(device: torch.device) -> Iterator[dict[str, Any]]:
+def _few_rows(device: torch.device, families: dict[str, Family]) -> Iterator[dict[str, Any]]:
+    columns, width = LAYERS["down"]
+    weights = [_random(device, columns, width) for _ in range(_copies(columns * width * 2))]
+    for rows in FEW_ROWS:
+        dy = _random(device, rows, columns)
+        ours = {name: [_bind(one.data_gradient, dy, weight) for weight in weights] for name, one in families.items()}
+        theirs = [_bind(torch.mm, dy, weight) for weight in weights]
+        floor = _floor(2 * rows * columns * width, 2 * (rows * width + columns * width + rows * columns))
+        yield from _beside("dx down", f"M={rows}", ours, "cuBLAS", theirs, floor)
+
+
+def _head(device: torch.device, families: dict[str, Family]) -> Iterator[dict[str, Any]]:
     columns, width = LAYERS["lm_head"]
     x, weight = _random(device, TOKENS, width), _random(device, columns, width) / 64
     targets = torch.randint(columns, (TOKENS,), device=device)
     work, size = 2 * TOKENS * columns * width, 2 * width * (TOKENS + columns)
-    ours, theirs = [_bind(linear_logprob, x, weight, targets)], [_bind(F.linear, x, weight)]
-    yield _row("linear_logprob", f"M={TOKENS}", ours, "cuBLAS logits", theirs, _floor(work, size))
-    leaves = (x.requires_grad_(), weight.requires_grad_())
+    ours = {name: [_bind(one.linear_logprob, x, weight, targets)] for name, one in families.items()}
+    theirs = [_bind(F.linear, x, weight)]
+    yield from _beside("linear_logprob", f"M={TOKENS}", ours, "cuBLAS logits", theirs, _floor(work, size))
+    leaves, gradient = (x.requires_grad_(), weight.requires_grad_()), torch.ones(TOKENS, device=device)
 
     def both(value: Callable[[], Tensor]) -> list[Call]:
         return [lambda: torch.autograd.grad(value(), leaves, gradient)]
 
-    gradient = torch.ones(TOKENS, device=device)
-    ours = both(lambda: linear_logprob(x, weight, targets))
+    ours = {name: both(_bind(one.linear_logprob, x, weight, targets)) for name, one in families.items()}
     theirs = both(lambda: F.cross_entropy(F.linear(x, weight).float(), targets, reduction="none"))
-    row = _row("linear_logprob, fwd + bwd", f"M={TOKENS}", ours, "cuBLAS + cross_entropy", theirs, _floor(3 * work, 0))
-    yield row
+    what = "linear_logprob forward + backward"
+    yield from _beside(what, f"M={TOKENS}", ours, "cuBLAS + cross_entropy", theirs, _floor(3 * work, 0))
 
 
 def _norms(device: torch.device) -> Iterator[dict[str, Any]]:
     for name, shape in (("rms_norm", (NORM_TOKENS, 4096)), ("qk_norm", (1, NORM_TOKENS, 32, 128))):
         x, dy, weight = _random(device, *shape), _random(device, *shape), _random(device, shape[-1])
-        size, say = 2 * x.numel(), "x".join(map(str, shape))
+        size, say = 2 * x.numel(), " x ".join(map(str, shape))
         ours, theirs = [lambda: rms_norm(x, weight, eps=EPS)], [lambda: F.rms_norm(x, weight.shape, weight, EPS)]  # noqa: B023
         yield _row(name, say, ours, "F.rms_norm", theirs, _floor(0, 2 * size))
         _, root = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, EPS)
@@ -132,58 +171,31 @@ def _norms(device: torch.device) -> Iterator[dict[str, Any]]:
         ours = [_bind(norm._data_launch(rows, weight, norm._rows(dy), dx, EPS), device)]
         backward = torch.ops.aten._fused_rms_norm_backward
         theirs = [_bind(backward, dy, x, weight.shape, root, weight, [True, False])]
-        yield _row(f"{name} dx", say, ours, "F.rms_norm backward", theirs, _floor(0, 3 * size))
+        yield _row(f"{name} data gradient", say, ours, "F.rms_norm backward", theirs, _floor(0, 3 * size))
         total = torch.zeros(shape[-1], device=device)
         heads = x.shape[2] if x.dim() == 4 else 1
         positions = (x.view(-1, heads, shape[-1]), dy.view(-1, heads, shape[-1]))
         blocks = _blocks(NORM_TOKENS).to(device)
         ours = [lambda: norm.fold(total, *positions, blocks, eps=EPS)]  # noqa: B023
         theirs = [_bind(backward, dy, x, weight.shape, root, weight, [False, True])]
-        yield _row(f"{name} dw", say, ours, "F.rms_norm backward", theirs, _floor(0, 2 * size))
+        yield _row(f"{name} weight gradient", say, ours, "F.rms_norm backward", theirs, _floor(0, 2 * size))
 
 
 def _row(
     kernel: str, shape: str, ours: list[Call], baseline: str, theirs: list[Call], floor_us: float
 ) -> dict[str, Any]:
-    a, b = _graph(ours), _graph(theirs)
-    first, second, third, last = (_steady(*side) for side in (a, b, b, a))
-    times = {"ours_us": (first + last) / 2, "baseline": baseline, "baseline_us": (second + third) / 2}
-    return {"kernel": kernel, "shape": shape, **times, "floor_us": floor_us}
+    (row,) = _beside(kernel, shape, {"triton": ours}, baseline, theirs, floor_us)
+    return row
 
 
-def _graph(calls: list[Call]) -> tuple[Call, int]:
-    """A replay, and how many calls it makes; at least eight, so that the start of a graph does not count."""
-    calls = calls * -(-8 // len(calls))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        calls[0]()
-    torch.cuda.synchronize()
-    first = _elapsed(calls[0], 1)
-    calls = calls if first < 2000 else calls[:2]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph.replay, len(calls)
-
-
-def _steady(replay: Call, calls: int) -> float:
-    """Microseconds a call."""
-    replay()
-    once = _elapsed(replay, 1)
-    warm = 20e3 if once / calls < 100 else 500e3
-    _elapsed(replay, int(warm / once) + 1)
-    return _elapsed(replay, int(0.5 * warm / once) + 1) / calls
-
-
-def _elapsed(call: Call, times: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(times):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3 / times
+def _beside(
+    kernel: str, shape: str, ours: dict[str, list[Call]], baseline: str, theirs: list[Call], floor_us: float
+) -> Iterator[dict[str, Any]]:
+    """A row for each family, against one reading of the baseline."""
+    times = there_and_back({name: _graph(calls) for name, calls in {**ours, baseline: theirs}.items()})
+    for name in ours:
+        figures = {"ours_us": times[name], "baseline": baseline, "baseline_us": times[baseline], "floor_us": floor_us}
+        yield {"kernel": kernel, "shape": shape, "backend": name, **figures}
 
 
 def _rows_agree(operator: Callable[..., Tensor], *tensors: Tensor) -> tuple[bool, str]:

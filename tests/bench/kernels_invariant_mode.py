@@ -1,14 +1,14 @@
 """The part `invariant_mode` of bench_kernels.py: a Qwen3 model of transformers outside and inside the mode, and the row
 reductions that the mode brings along.
 
-Timings: the model as it is against the model inside the mode, steady, so that what Python adds to each call is in the
-figure. Row reductions at 16384 rows against torch; floor: bytes over 4.3 TB/s.
+Timings: the model as it is against the model inside the mode, so that what Python adds to each call is in the figure,
+and a forward in a CUDA graph, where it is not. Row reductions at 16384 rows against torch; floor: bytes over 4.3 TB/s.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from torch import Tensor
 
 from rlspec.device.invariant_mode import invariant_mode
 from rlspec.kernels import row_reductions as rows
+from tests.bench.clock import steady, there_and_back
 
 LENGTHS = (17, 300, 64, 1, 130, 33, 512, 255)
 VOCABULARY = 32000
 BYTES_PER_US = 4.3e6
+HEAT = (50e3, 100e3)
 OPERATORS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "row_sum": (rows.row_sum, lambda x: x.sum(-1)),
     "row_mean": (rows.row_mean, lambda x: x.mean(-1)),
@@ -33,7 +35,11 @@ Sample = tuple[Tensor, ...]
 
 def checks(device: torch.device) -> Iterator[tuple[str, bool, str]]:
     """Row reductions, the model in all its layouts inside the mode, and its difference outside."""
-    yield from _reductions(device)
+    for kind in KINDS:
+        yield from kind(device)
+
+
+def _layouts(device: torch.device) -> Iterator[tuple[str, bool, str]]:
     model = _qwen3(device)
     samples = _samples(device)
     alone = [_results(model, [sample])[0] for sample in samples]
@@ -61,7 +67,7 @@ def checks(device: torch.device) -> Iterator[tuple[str, bool, str]]:
 
 
 def timings(device: torch.device) -> Iterator[dict[str, Any]]:
-    """A forward, and a forward with backward, in and out of the mode; row reductions."""
+    """A forward, and a forward with backward, in and out of the mode; in a graph; row reductions."""
     model, samples = _qwen3(device), _samples(device)
     for name, batch in (("8 padded samples", samples), ("1 sample of 512", samples[6:7])):
         ids, mask, positions = _padded(batch, left=True)
@@ -73,32 +79,39 @@ def timings(device: torch.device) -> Iterator[dict[str, Any]]:
             run().square().sum().backward()
 
         for what, run in (("forward", torch.no_grad()(forward)), ("forward + backward", both)):
-            outside = _steady(run)
+            outside = steady(run, heat=HEAT)
             with invariant_mode():
-                inside = _steady(run)
+                inside = steady(run, heat=HEAT)
             yield _row(f"qwen3, 4 layers, {what}", name, inside, "outside the mode", outside, None)
-    for width in (128, 4096):
-        x = torch.randn(16384 * 4096 // width, width, device=device)
-        for name, (ours, torchs) in OPERATORS.items():
-            moved = x.numel() * 4 * (2 if "softmax" in name else 1)
-            figures = _steady(lambda ours=ours, x=x: ours(x)), "torch", _steady(lambda torchs=torchs, x=x: torchs(x))
-            yield _row(name, f"{x.shape[0]} x {width} fp32", *figures, moved / BYTES_PER_US)
     ids = samples[6][None]
-    outside = _steady(_captured(model, ids))
+    outside = steady(_captured(model, ids))
     with invariant_mode():
         replay = _captured(model, ids)
-    yield _row("qwen3, 4 layers, forward in a graph", "1 sample of 512", _steady(replay), "outside", outside, None)
+    inside = steady(replay)
+    yield _row("qwen3, 4 layers, forward in a graph", "1 sample of 512", inside, "outside the mode", outside, None)
+    for width in (128, 4096):
+        x = torch.randn(16384 * 4096 // width, width, device=device)
+        for name, ways in OPERATORS.items():
+            moved = x.numel() * 4 * (2 if "softmax" in name else 1)
+            calls = [partial(way, x) for way in ways]
+            times = there_and_back({"ours": (calls[0], 1), "torch": (calls[1], 1)}, HEAT)
+            shape = f"{x.shape[0]} x {width} fp32"
+            yield _row(name, shape, times["ours"], "torch", times["torch"], moved / BYTES_PER_US)
 
 
 def _captured(model: Any, ids: Tensor) -> Callable[[], Any]:
-    """The replay of a forward without a mask: what the kernels take, without Python."""
+    """The replay of a forward: what the kernels take, without Python.
+
+    transformers that is given no mask makes one in a capture, and the mode would have to read it there.
+    """
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()[None, None]
     with torch.no_grad():
         with torch.cuda.stream(side):
-            model(input_ids=ids, use_cache=False)
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
-            model(input_ids=ids, use_cache=False)
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
     return graph.replay
 
 
@@ -126,6 +139,9 @@ def _reductions(device: torch.device) -> Iterator[tuple[str, bool, str]]:
 
     counts = [compiled(count) for count in (5, 1, 2, 16, 17, 64)]
     yield "row reductions: no compilation for a new row count", len(set(counts)) == 1, str(counts)
+
+
+KINDS = (_reductions, _layouts)
 
 
 def _with_slope(operator: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,22 +219,6 @@ def _differing(one: Sample, other: Sample) -> tuple[int, ...]:
 
 def _relative(found: Tensor, gold: Tensor) -> float:
     return ((found.double() - gold.double()).norm() / gold.double().norm()).item()
-
-
-def _steady(run: Callable[[], Any]) -> float:
-    """us of one call: the median of five runs of back-to-back calls, after a warm-up."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(10):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 100)
-    return statistics.median(times)
 
 
 def _row(

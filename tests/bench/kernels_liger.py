@@ -1,7 +1,7 @@
 """The part `liger` of bench_kernels.py: our kernels beside those of Liger Kernel, where it can be imported.
 
-Forward, and forward with backward, as a training step calls them; each alone at steady heat, order ours, theirs,
-theirs, ours. Liger waits for the GPU in its losses, so no graph: what Python adds to a call is in the figures.
+Forward, and forward with backward, as a training step calls them, timed as in clock.py with less warm-up. Liger waits
+for the GPU in its losses, so no graph: what Python adds to a call is in the figures.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from kernels_attention import _alternate
-from kernels_gemm import BF16, EPS, LAYERS, NORM_TOKENS, TOKENS, Call, _random
 from torch import Tensor
 
 from rlspec.kernels.linear_logprob import linear_logprob
@@ -20,8 +18,11 @@ from rlspec.kernels.logprob import logprob
 from rlspec.kernels.rms_norm import rms_norm
 from rlspec.kernels.rope import rope
 from rlspec.kernels.swiglu import swiglu
+from tests.bench.clock import Call, there_and_back
+from tests.bench.kernels_gemm import BF16, EPS, LAYERS, NORM_TOKENS, TOKENS, _random
 
 Run = Callable[..., Any]
+HEAT = (100e3, 100e3)
 
 
 def checks(device: torch.device) -> Iterator[tuple[str, bool, str]]:
@@ -34,11 +35,11 @@ def checks(device: torch.device) -> Iterator[tuple[str, bool, str]]:
 
 def timings(device: torch.device) -> Iterator[dict[str, Any]]:
     for name, ours, theirs, tensors in _pairs(device, rows=None):
-        shape = "x".join(map(str, tensors[0].shape))
-        for said, way in (("", _forward), (", fwd + bwd", _both)):
-            ours_us, liger_us = _alternate(way(ours, tensors), way(theirs, tensors))
-            row = {"ours_us": ours_us, "baseline": "Liger", "baseline_us": liger_us}
-            yield {"kernel": f"{name}{said}", "shape": shape, **row}
+        shape = " x ".join(map(str, tensors[0].shape))
+        for said, way in (("", _forward), (" forward + backward", _both)):
+            times = there_and_back({"ours": (way(ours, tensors), 1), "Liger": (way(theirs, tensors), 1)}, HEAT)
+            figures = {"ours_us": times["ours"], "baseline": "Liger", "baseline_us": times["Liger"]}
+            yield {"kernel": f"{name}{said}", "shape": shape, "backend": "triton", **figures}
 
 
 def _pairs(device: torch.device, rows: int | None) -> Iterator[tuple[str, Run, Run, list[Tensor]]]:

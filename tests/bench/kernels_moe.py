@@ -1,9 +1,8 @@
 """The part `moe` of bench_kernels.py: router, grouped_gemm and combine at the shapes of Qwen3-30B-A3B, 4096 tokens.
 
-Timing: CUDA graphs of some calls, each function alone at steady heat, ours and the baseline in the order A B B A.
-Weights of 128 experts are larger than the cache, and so are rows. Loads: `forced`, each expert 256 rows; `even`,
-random; `skewed`, random with experts of unequal fame. floor: the larger of operations over 790 TFLOP/s and bytes over
-4.3 TB/s.
+Timing: clock.py, CUDA graphs of eight calls. Weights of 128 experts are larger than the cache, and so are rows. Loads:
+`forced`, each expert 256 rows; `even`, random; `skewed`, random with experts of unequal fame. floor: the larger of
+operations over 790 TFLOP/s and bytes over 4.3 TB/s.
 """
 
 from __future__ import annotations
@@ -23,23 +22,18 @@ from rlspec.kernels.combine import combine
 from rlspec.kernels.det_gemm import det_gemm
 from rlspec.kernels.grouped_gemm import grouped_gemm
 from rlspec.kernels.router import router
+from tests.bench.clock import Call, graph, steady, there_and_back
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP = 4096, 2048, 768, 128, 8
 LOADS = ("forced", "even", "skewed")
 BF16 = torch.bfloat16
-
-Call = Callable[[], Any]
+HEAT = (60e3, 40e3)
 
 
 def checks(device: torch.device) -> Iterator[tuple[str, bool, str]]:
     """Bits over tiles, row counts and expert loads; the dense layer's; cuts of the gradient; graphs; ties."""
-    yield from _tiles(device)
-    yield from _loads(device)
-    yield "grouped: gradients over cuts", *_cuts(device)
-    yield from _routed(device)
-    yield "combine: rows", *_combined(device)
-    yield "graph with other experts", *_captured(device)
-    yield "no compilation for a new row count", *_compilations(device)
+    for kind in KINDS:
+        yield from kind(device)
 
 
 def timings(device: torch.device) -> Iterator[dict[str, Any]]:
@@ -256,6 +250,16 @@ def _compilations(device: torch.device) -> tuple[bool, str]:
     return len(set(counts)) == 1, str(counts)
 
 
+def _others(device: torch.device) -> Iterator[tuple[str, bool, str]]:
+    yield "grouped: gradients over cuts", *_cuts(device)
+    yield "combine: rows", *_combined(device)
+    yield "graph with other experts", *_captured(device)
+    yield "no compilation for a new row count", *_compilations(device)
+
+
+KINDS = (_tiles, _loads, _routed, _others)
+
+
 def _products(device: torch.device, columns: int, width: int, load: str) -> Iterator[dict[str, Any]]:
     flat, _, _, offsets = dispatched(chosen(load, device=device))
     sizes, ends, count = offsets.diff().tolist(), offsets[1:].int(), len(flat)
@@ -322,13 +326,14 @@ def _baselines(
 
 def _best(kernel: str, shape: str, ours: Call, theirs: dict[str, Call], floor_us: float) -> dict[str, Any]:
     """Beside the better baseline; what the others take is in the name of the baseline."""
-    graphs = {name: _graph(call) for name, call in theirs.items()}
-    times = {name: _steady(*graph) for name, graph in graphs.items()}
+    graphs = {name: graph([call]) for name, call in theirs.items()}
+    times = (
+        {name: steady(*side, HEAT) for name, side in graphs.items()} if len(graphs) > 1 else dict.fromkeys(graphs, 0.0)
+    )
     best = min(times, key=lambda name: times[name])
-    mine = _graph(ours)
-    first, second, third, last = (_steady(*side) for side in (mine, graphs[best], graphs[best], mine))
+    mine, base = there_and_back({"ours": graph([ours]), best: graphs[best]}, HEAT).values()
     said = ", ".join([best, *(f"{name} {took:.0f}" for name, took in times.items() if name != best)])
-    row = {"ours_us": (first + last) / 2, "baseline": said, "baseline_us": (second + third) / 2}
+    row = {"ours_us": mine, "baseline": said, "baseline_us": base}
     return {"kernel": kernel, "shape": shape, **row, "floor_us": floor_us}
 
 
@@ -386,38 +391,6 @@ def _combine(device: torch.device) -> Iterator[dict[str, Any]]:
 
     size = 2 * HIDDEN * (2 * len(order) + TOKENS)
     yield _best("combine, backward", f"{TOKENS} tokens", lambda: back(device), {"torch": plain}, _floor(0, size))
-
-
-def _graph(call: Call) -> tuple[Call, int]:
-    """A replay, and how many calls it makes."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), 8
-    with torch.cuda.graph(graph):
-        for _ in range(times):
-            call()
-    return graph.replay, times
-
-
-def _steady(replay: Call, calls: int) -> float:
-    """Microseconds a call."""
-    replay()
-    once = _elapsed(replay, 1)
-    warm = 20e3 if once / calls < 100 else 60e3
-    _elapsed(replay, int(warm / once) + 1)
-    return _elapsed(replay, int(0.7 * warm / once) + 1) / calls
-
-
-def _elapsed(call: Call, times: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(times):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3 / times
 
 
 def _floor(operations: float, size: float) -> float:

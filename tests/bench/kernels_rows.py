@@ -1,13 +1,12 @@
 """The part `rows` of bench_kernels.py: embedding, rope, silu, swiglu, residual_add, logprob at the widths of Qwen3-8B.
 
-Timing: under 100 us CUDA graphs of many calls that rotate through inputs larger than the cache; above, each function
-alone at steady heat, ours and the baseline in the order A B B A. floor: bytes over 4.3 TB/s, the rate of a copy on an
-H200; reading alone reaches about 4.45.
+Timing: clock.py, with 30 ms of warm-up and 60 ms measured; under 100 us in CUDA graphs of many calls that rotate
+through inputs larger than the cache. floor: bytes over 4.3 TB/s, the rate of a copy on an H200; reading alone reaches
+about 4.45.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,16 +21,23 @@ from rlspec.kernels.residual_add import residual_add
 from rlspec.kernels.rope import rope
 from rlspec.kernels.silu import silu
 from rlspec.kernels.swiglu import swiglu
+from tests.bench.clock import graph, there_and_back
 
 BYTES_PER_US = 4.3e6
 ROWS, HIDDEN, INNER, HEADS, KV_HEADS, WIDTH, VOCABULARY, LOGIT_ROWS = 16384, 4096, 12288, 32, 8, 128, 151936, 4096
 BF16 = torch.bfloat16
+HEAT = (30e3, 60e3)
 
 Run = Callable[[], Any]
 
 
 def checks(device: torch.device) -> Iterator[tuple[str, bool, str]]:
     """A row of a large call is the row of a small one, repeats, keeps its bits in a graph; and the error is small."""
+    for kind in KINDS:
+        yield from kind(device)
+
+
+def _alone(device: torch.device) -> Iterator[tuple[str, bool, str]]:
     for name, call, tensors in _operators(device):
         whole = call(*tensors)
         rows = len(tensors[0])
@@ -42,9 +48,15 @@ def checks(device: torch.device) -> Iterator[tuple[str, bool, str]]:
         again = call(*tensors)
         yield f"{name}: repeats", all(torch.equal(a, b) for a, b in zip(again, whole, strict=True)), ""
     yield from _accuracy(device)
+
+
+def _whole(device: torch.device) -> Iterator[tuple[str, bool, str]]:
     yield _fold(device)
     yield _compilations(device)
     yield _graph(device)
+
+
+KINDS = (_alone, _whole)
 
 
 def timings(device: torch.device) -> Iterator[dict[str, Any]]:
@@ -221,52 +233,17 @@ def _row(
     kernel: str, shape: str, ours: Run | list[Run], baseline: str, theirs: Run | list[Run] | None, moved: float
 ) -> dict[str, Any]:
     """Lists are calls on inputs that rotate, in one graph, for what takes less than 100 us."""
-    sides = [one for one in (ours, theirs) if one is not None]
-    timed = [_graphed(one) if isinstance(one, list) else one for one in sides]
-    each = [len(one) if isinstance(one, list) else 1 for one in sides]
-    order = list(range(len(sides)))
-    times = [[] for _ in sides]
-    for side in order + order[::-1]:
-        times[side].append(_steady(timed[side]) / each[side])
+    runs = {"ours": ours} | ({} if theirs is None else {"theirs": theirs})
+    sides = {name: graph(one, least=1) if isinstance(one, list) else (one, 1) for name, one in runs.items()}
+    times = there_and_back(sides, HEAT)
     return {
         "kernel": kernel,
         "shape": shape,
-        "ours_us": statistics.mean(times[0]),
+        "ours_us": times["ours"],
         "baseline": baseline,
-        "baseline_us": statistics.mean(times[1]) if theirs else None,
+        "baseline_us": times.get("theirs"),
         "floor_us": moved / BYTES_PER_US,
     }
-
-
-def _steady(run: Run, warm_us: float = 3e4, measure_us: float = 6e4) -> float:
-    """us of one call, from runs of calls back to back after a warm-up: the median of five runs."""
-    run()
-    once = _elapsed(run, 3)
-    _elapsed(run, max(1, int(warm_us / once)))
-    calls = max(1, int(measure_us / 5 / once))
-    return statistics.median(_elapsed(run, calls) for _ in range(5))
-
-
-def _graphed(calls: list[Run]) -> Run:
-    """The replay of a graph of the calls."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return graph.replay
-
-
-def _elapsed(run: Run, calls: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3 / calls
 
 
 def _with_gradients(operator: Callable[..., Tensor], inputs: int) -> Callable[..., tuple[Tensor, ...]]:
