@@ -20,8 +20,8 @@
 // - Multiplications and additions are spelled out where a compiler may contract them.
 //
 // How it runs. A thread asks the copy engine (TMA) for tiles; one warpgroup multiplies 64 rows, with rows of scores in
-// registers. Scores of a block and sums of the one before are in flight while exponentials are taken. In prefill three
-// warpgroups share the keys and values.
+// registers. Scores of a block and sums of the one before are in flight while exponentials are taken. In prefill two or
+// three warpgroups share the keys and values.
 //
 // Limits: bf16, fp16; widths 16, 32, 64, 128 (narrower ones are filled up with zeros, which keep the bits); at most 64
 // query heads a key head; pages of at least 8 tokens. Values of a sample must be finite.
@@ -29,7 +29,7 @@
 
 namespace rlspec {
 
-constexpr int GROUPS = 3;           // warpgroups of a tile in prefill
+constexpr int GROUPS = 3;           // warpgroups of a tile in prefill of long samples; of shorter ones 2, in decode 1
 constexpr int64_t NEAR = 24 << 20;  // bytes of keys and values that are read again and again at a time, to stay in L2
 
 struct Forward {
@@ -87,12 +87,13 @@ template <typename Element, int D, int COUNT, bool PART, int RING, int PLACES>
 __global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_forward_kernel(
     __grid_constant__ CUtensorMap const query_map, __grid_constant__ CUtensorMap const key_map,
     __grid_constant__ CUtensorMap const value_map, __grid_constant__ Forward const a) {
-    constexpr int TILE = KEYS * D * 2;  // bytes of a block of keys, of values, and of the queries of a warpgroup
+    constexpr bool KEPT = COUNT < GROUPS;  // totals of the splits which have ended stay in registers
+    constexpr int TILE = KEYS * D * 2;     // bytes of a block of keys, of values, and of the queries of a warpgroup
     extern __shared__ __align__(1024) uint8_t memory[];
     uint8_t* const q_tiles = memory;
     uint8_t* const ring = q_tiles + PLACES * COUNT * TILE;  // keys of a block, its values, those of the next, ...
-    uint8_t* const totals = ring + RING * TILE;  // fp32, of a warp at a time: of the splits which have ended
-    auto* const ready = reinterpret_cast<uint64_t*>(totals + (PART ? 0 : 2 * COUNT * TILE));
+    uint8_t* const totals = ring + RING * TILE;  // fp32, of a warp at a time; at its end the rows on the way out
+    auto* const ready = reinterpret_cast<uint64_t*>(totals + (PART ? 0 : KEPT ? COUNT : 2 * COUNT) * TILE);
     uint64_t* const free = ready + RING;
     uint64_t *const q_full = free + RING, *const q_free = q_full + PLACES * COUNT;  // of each warpgroup
     auto* const given = reinterpret_cast<int*>(q_free + PLACES * COUNT);            // its tile, -1: no more
@@ -110,7 +111,7 @@ __global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_for
 
     bool const boxed = 64 % a.group == 0;  // a box of the copy engine holds the queries of a warpgroup
     if (threadIdx.x >= COUNT * 128) {     // the thread that asks for queries, keys and values
-        hopper::registers_shrink<PART ? 40 : 56>();
+        hopper::registers_shrink<KEPT ? 40 : 56>();
         if (threadIdx.x != COUNT * 128) return;
         int slot = 0, turn = 0;  // of the ring
         int round = 0;
@@ -177,12 +178,12 @@ __global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_for
         }
     }
 
-    hopper::registers_grow<PART ? 216 : 152>();
+    hopper::registers_grow<PART ? 216 : KEPT ? 232 : 152>();
     int const group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // so that the compiler knows it is one a warp
     int const thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     int const row = group * 64 + thread / 32 * 16 + lane / 4, column = lane % 4 * 2, heads = a.kv * a.group;
     uint64_t const k_at = hopper::k_major(ring), v_at = hopper::mn_major(ring, KEYS * 128);
-    uint8_t* const rows_out = totals + threadIdx.x / 32 * (64 * D);
+    uint8_t* const rows_out = totals + threadIdx.x / 32 * (KEPT ? 32 * D : 64 * D);
     float4* const total_mine = reinterpret_cast<float4*>(rows_out) + lane;
     uint32_t step = 0;  // blocks of keys before this tile
     for (int n = 0;; ++n) {
@@ -220,10 +221,13 @@ __global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_for
         float scores[32], acc[D / 2], mass[4] = {}, m[2], rescale[2];
         float total_m[2], total_mass[2] = {};
         bool folded = false;
+        float4 kept[KEPT && !PART ? D / 8 : 1];
         uint32_t p[4][4];
         m[0] = m[1] = total_m[0] = total_m[1] = -INFINITY;
 #pragma unroll
         for (int i = 0; i < D / 2; ++i) acc[i] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < (KEPT && !PART ? D / 8 : 1); ++i) kept[i] = float4{};
 
         uint64_t const q_at = hopper::k_major(q_mine);
         // Of the keys of block j, 2 * j; of its values, 2 * j + 1.
@@ -317,12 +321,16 @@ __global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_for
                 for (int r = 0; r < 2; ++r) total_mass[r] = factors[r](total_mass[r], ended_mass[r]);
 #pragma unroll
                 for (int i = 0; i < D / 8; ++i) {
-                    float4 total = folded ? total_mine[i * 32] : float4{};
+                    float4 total = {};
+                    if (KEPT) total = kept[i];
+                    else if (folded) total = total_mine[i * 32];
                     total.x = factors[0](total.x, acc[4 * i]), total.y = factors[0](total.y, acc[4 * i + 1]);
                     total.z = factors[1](total.z, acc[4 * i + 2]), total.w = factors[1](total.w, acc[4 * i + 3]);
                     if (last) {
                         acc[4 * i] = total.x, acc[4 * i + 1] = total.y;
                         acc[4 * i + 2] = total.z, acc[4 * i + 3] = total.w;
+                    } else if (KEPT) {
+                        kept[i] = total;
                     } else {
                         total_mine[i * 32] = total;
                     }
@@ -611,7 +619,8 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
     uint8_t* const g_tile = q_tile + STAGES * TILE;
     auto* const stats = reinterpret_cast<float4*>(g_tile + STAGES * TILE);  // of two queries
     auto* const full = reinterpret_cast<uint64_t*>(stats + STAGES * 32);
-    uint64_t *const free = full + STAGES, *const ready = free + STAGES;
+    uint64_t* const ready = full + STAGES;
+    constexpr int FREE = 4;  // the hardware barrier of stage 0
 
     int const head = blockIdx.x % a.kv, line = blockIdx.x / a.kv % a.segments, tile = blockIdx.x / a.kv / a.segments;
     Segment const segment(a.table + line * 5);
@@ -624,7 +633,7 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
 
     if (threadIdx.x == 0) {
         hopper::barrier_init(ready, 1);
-        for (int i = 0; i < STAGES; ++i) hopper::barrier_init(full + i, 33), hopper::barrier_init(free + i, 8);
+        for (int i = 0; i < STAGES; ++i) hopper::barrier_init(full + i, 33);
         hopper::barrier_init_fence();
     }
     __syncthreads();
@@ -644,7 +653,7 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
         }
         for (int j = 0; j < blocks; ++j) {
             int const stage = j % STAGES, member = head * a.group + j / run, start = (begin + j % run) * KEYS;
-            hopper::barrier_wait(free + stage, j / STAGES % 2 ^ 1);
+            if (j >= STAGES) hopper::group_sync(FREE + stage, 288);  // the consumers have done with it
             int const first = start - before;  // may be negative: rows that the consumers clear
             int64_t const line_of = static_cast<int64_t>(segment.row) * a.kv * a.group + member;
             float2 const* const line_stats = a.stats + line_of * a.queries + segment.query_start;
@@ -742,8 +751,7 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
             hopper::registers_fence(dk);
             hopper::registers_fence(dv);
         }
-        __syncwarp();  // all lanes have read the stats
-        if (lane == 0) hopper::barrier_arrive(free + stage);
+        if (j + STAGES < blocks) hopper::group_arrive(FREE + stage, 288);
     }
 
     // The keys and values of this warpgroup are no longer needed: their place holds the gradients on the way out.
@@ -948,8 +956,8 @@ cudaError_t clear_pads(void* x, float* lse, int* taken, int const* table, int se
 
 template <typename Element, int D, int COUNT, bool PART, int RING, int PLACES>
 cudaError_t launch_forward(CUtensorMap const (&maps)[3], Forward const& a, int64_t blocks, cudaStream_t stream) {
-    int const bytes = (PLACES * COUNT + RING + (PART ? 0 : 2 * COUNT)) * KEYS * D * 2 + RING * 16 +
-                      PLACES * COUNT * 20 + 16;
+    int const totals = PART ? 0 : COUNT < GROUPS ? COUNT : 2 * COUNT;
+    int const bytes = (PLACES * COUNT + RING + totals) * KEYS * D * 2 + RING * 16 + PLACES * COUNT * 20 + 16;
     return launch(attention_forward_kernel<Element, D, COUNT, PART, RING, PLACES>, blocks, COUNT * 128 + 128, bytes,
                   true, stream, maps[0], maps[1], maps[2], a);
 }
@@ -964,16 +972,20 @@ cudaError_t run_forward(Forward a, void const* key, void const* value, int64_t k
     RLSPEC_TRY(map_tokens<Element>(&maps[1], key, key_rows, key_tokens, a.kv, a.width, k, a.box));
     RLSPEC_TRY(map_tokens<Element>(&maps[2], value, key_rows, key_tokens, a.kv, a.width, v, a.box));
     int const pairs = a.kv * a.segments;
-    a.near = pairs;
+    auto const tiles = [&](int count) { return (a.limit + count * 64 / a.group - 1) / (count * 64 / a.group); };
+    int device = 0, processors = 0;
+    RLSPEC_TRY(cudaGetDevice(&device));
+    RLSPEC_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    a.near = pairs, a.tiles = tiles(1);
+    bool wide = false;
     if (a.part == nullptr) {
         int64_t const keys = min(int64_t(a.schedule.start(a.splits)), a.page ? int64_t(a.listed) * a.page : key_tokens);
         a.near = int(max(int64_t(1), min(int64_t(pairs), NEAR / (keys * a.width * 4))));
         a.splits = 1;
+        wide = keys >= 4096 && pairs * tiles(GROUPS) >= 4 * processors;
+        a.tiles = tiles(wide ? GROUPS : 2);
     }
     a.items = pairs * a.tiles * a.splits;
-    int device = 0, processors = 0;
-    RLSPEC_TRY(cudaGetDevice(&device));
-    RLSPEC_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
     if (a.part != nullptr) {
         int const busy = 2 * processors;  // blocks of threads at a time
         if (a.items > 4 * busy) RLSPEC_TRY((launch_forward<Element, D, 1, true, 4, 2>(maps, a, busy, stream)));
@@ -982,7 +994,9 @@ cudaError_t run_forward(Forward a, void const* key, void const* value, int64_t k
     }
     RLSPEC_TRY(clear_pads<Element>(a.out, a.lse, a.taken, a.table, a.segments, rows, a.queries, heads, a.width, 1,
                                    a.limit, stream));
-    return launch_forward<Element, D, GROUPS, false, D == 128 ? 5 : 12, 1>(maps, a, min(a.items, processors), stream);
+    int const blocks = min(a.items, processors);
+    if (wide) return launch_forward<Element, D, GROUPS, false, D == 128 ? 5 : 12, 1>(maps, a, blocks, stream);
+    return launch_forward<Element, D, 2, false, 7, 2>(maps, a, blocks, stream);
 }
 
 template <typename Element, int D>
@@ -1000,7 +1014,7 @@ cudaError_t run_backward(Backward a, void const* key, void const* value, int64_t
                                         : attention_delta_kernel<Element, D>;
     RLSPEC_TRY(launch(delta, (a.slots * heads * (a.width / 8) + 127) / 128, 128, 0, false, stream, a));
     int64_t const samples = static_cast<int64_t>(a.kv) * a.segments;
-    int const for_dkv = (4 + 2 * DKV) * TILE + DKV * (512 + 16) + 8, for_dq = (4 + 2 * DQ) * TILE + DQ * 16;
+    int const for_dkv = (4 + 2 * DKV) * TILE + DKV * (512 + 8) + 8, for_dq = (4 + 2 * DQ) * TILE + DQ * 16;
     RLSPEC_TRY(launch(attention_dkv_kernel<Element, D, DKV>, samples * ((max_key + 127) / 128), 384, for_dkv, false,
                       stream, query_map, grad_map, key_map, value_map, a));
     a.tiles = (max_query + 128 / a.group - 1) / (128 / a.group);
@@ -1028,12 +1042,11 @@ extern "C" int attention_forward(
     int64_t q_token, int64_t q_head, int64_t k_row, int64_t k_token, int64_t k_head, int64_t v_row, int64_t v_token,
     int64_t v_head, int64_t segments, int64_t max_query, int64_t splits, int64_t listed, int64_t page, int64_t window,
     int64_t early, int64_t change, int64_t late, float scale, cudaStream_t stream) {
-    int const span = (part != nullptr ? 64 : GROUPS * 64) / static_cast<int>(group);
     Forward a = {};
     a.query = query, a.table = table, a.pages = pages, a.sinks = sinks, a.out = out, a.lse = lse;
     a.taken = taken, a.part = part, a.part_m = part_m, a.part_mass = part_mass;
     a.q = {q_row, q_token, q_head}, a.slots = rows * queries, a.scale = scale;
-    a.segments = int(segments), a.tiles = int((max_query + span - 1) / span), a.splits = int(splits);
+    a.segments = int(segments), a.splits = int(splits);
     a.queries = int(queries), a.listed = int(listed), a.page = int(page), a.kv = int(kv), a.group = int(group);
     a.width = int(width), a.limit = int(max_query);
     a.box = page > 0 && page < KEYS ? int(page) : KEYS, a.window = int(window);

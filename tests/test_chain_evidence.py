@@ -12,7 +12,7 @@ from rlspec import judging
 from rlspec.errors import RunError
 
 FOLDER = Path(__file__).parents[1] / "specs" / "chain" / "evidence"
-NAMES = ("qwen3-8b-backends", "qwen3-8b-long")
+NAMES = ("qwen3-8b-backends", "qwen3-8b-long", "qwen3-8b-long-cuda", "qwen3-8b-torch")
 FILES = [FOLDER / f"{name}.json.gz" for name in NAMES]
 
 
