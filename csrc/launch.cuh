@@ -29,15 +29,17 @@ enum Dtype : int64_t { BF16 = 0, FP16 = 1, FP32 = 2 };
 
 // ---- one kernel behind the other ----
 // A kernel that is launched with `launch_behind` may start while the one before it in the stream is still at work, so
-// that the way to its first instruction is gone by when that one ends. Before `wait_for_previous` it touches nothing
-// that another kernel writes or reads; behind it, all earlier kernels of the stream have ended, and what they wrote is
-// there. Every thread that touches memory calls it: a kernel that could end without would let the next one run beside
-// the one before.
+// that the way to its first instruction is gone by when that one ends. Behind `wait_for_previous` all earlier kernels of
+// the stream have ended, and what they wrote is there. Every thread that touches memory calls it: a kernel that could end
+// without would let the next one run beside the one before. Nothing is written before it, and read is only what no kernel
+// that may still be at work writes.
 //
-// `next_may_start`, called by one thread of each block: now the next kernel may start; without it, when this one has
-// ended. A kernel without it, as `gather` in embedding.cu is, is one that nothing overtakes: when a later kernel
-// starts, whatever was written before that one is there. This alone makes it safe to read ahead of one's turn, as
-// `product` in det_gemm.cu does where it is told so.
+// `next_may_start`, called by any thread of each block: now the next kernel may start; without it, when this one has
+// ended. There are two ways to know what is safe to read ahead of one's turn. A kernel without `next_may_start`, as
+// `gather` in embedding.cu is, is one that nothing overtakes: when a later kernel starts, whatever was written before
+// that one is there, and so `product` in det_gemm.cu reads weights where it is told to. A kernel that calls it behind its
+// own `wait_for_previous` lets the next one start when what was written before it is there, and so the fold of attention
+// reads the table that the kernel before it read.
 
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

@@ -21,7 +21,7 @@ from rlspec.device.chain_trace import Key, Trace
 from rlspec.device.decoder import Decoder, Node, Site, Span, side_by_side
 from rlspec.device.gradients import Run
 from rlspec.device.kv_cache import ContiguousCache, PagedCache
-from rlspec.device.operators import Operators
+from rlspec.device.operators import Operators, resolve
 from rlspec.workloads import Sample
 
 LOGITS, QUERY, ATTENTION = "lm_head", "self_attn.q_rope", "self_attn"
@@ -33,6 +33,11 @@ APART = ("canonical", "triton", "cuda")
 # What makes several operators at once, by implementation of all of them.
 TOGETHER = {"triton": "rlspec.kernels.rms_norm", "cuda": "rlspec.device.cuda_rows"}
 _JOINED = ("residual_add", "rms_norm", "qk_norm", "rope")
+# Projections of the same rows, by the one that is called first.
+_PROJECTIONS = {
+    "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
 
 
 class Ahead(NamedTuple):
@@ -40,14 +45,22 @@ class Ahead(NamedTuple):
 
     operator: str
     arguments: tuple[Tensor, ...]
+    versions: tuple[int, ...]
     options: dict[str, Any]
     result: Tensor
-    kernel: str
+    kernel: str | None
+
+    @classmethod
+    def of(
+        cls, operator: str, arguments: tuple[Tensor, ...], result: Tensor, kernel: str | None, **options: Any
+    ) -> Ahead:
+        return cls(operator, arguments, tuple(one._version for one in arguments), options, result, kernel)
 
     def answers(self, operator: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-        """Whether it is the result of just this call."""
+        """Whether it is the result of just this call: on these tensors, none of them written to since."""
         same = len(arguments) == len(self.arguments) and all(map(operator_is, arguments, self.arguments))
-        return same and operator == self.operator and options == self.options
+        untouched = same and tuple(one._version for one in arguments) == self.versions
+        return untouched and operator == self.operator and options == self.options
 
 
 class InferenceDecoder(Decoder):
@@ -58,8 +71,10 @@ class InferenceDecoder(Decoder):
     that is just the one that was foreseen gets the result that is there, any other is computed.
     """
 
-    # Of a call under way: the module of kernels of several operators, and what is foreseen, by chunk.
+    # Of a call under way: the module of kernels of several operators, whether weights may be multiplied as one, and
+    # what is foreseen, by chunk.
     _together: Any
+    _apart: bool
     _ahead: dict[int, list[Ahead]]
 
     @classmethod
@@ -72,17 +87,25 @@ class InferenceDecoder(Decoder):
         return made
 
     def forward(self, tokens: Tensor, **options: Any) -> Any:
-        stored = next(self.parameters()).dtype == self.dtype
-        asked = {self.operators.implementations[operator] for operator in _JOINED}
-        able = stored and len(asked) == 1 and not torch.is_grad_enabled()
-        module = TOGETHER.get(asked.pop()) if able else None
+        stored = all(parameter.dtype == self.dtype for parameter in self.parameters())
+        able = stored and not torch.is_grad_enabled()
+        module = TOGETHER.get(self._shipped(*_JOINED) or "") if able else None
+        self._apart = able and self._shipped("det_gemm") in APART
         self._together, self._ahead = import_module(module) if module else None, {}
         try:
             # Weights that are used as they are were written before the embedding's kernel, which nothing overtakes.
-            with cuda_gemm.weights_at_rest(stored):
+            with cuda_gemm.weights_at_rest(stored and self._shipped("embedding") is not None):
                 return super().forward(tokens, **options)
         finally:
-            self._together, self._ahead = None, {}
+            self._together, self._apart, self._ahead = None, False, {}
+
+    def _shipped(self, *operators: str) -> str | None:
+        """The implementation of the catalogue that all of these run on; None if there is no such one."""
+        names = {self.operators.implementations[operator] for operator in operators}
+        name = names.pop()
+        own = names or ":" in name
+        own = own or any(getattr(self.operators, operator) is not resolve(operator, name) for operator in operators)
+        return None if own else name
 
     def operate(self, at: Site, name: str, operator: str, *arguments: Any, **options: Any) -> Any:
         foreseen = self._ahead.get(at.chunk.index, [])
@@ -90,11 +113,25 @@ class InferenceDecoder(Decoder):
             if ahead.answers(operator, arguments, options):
                 observe.again(ahead.kernel, native=self.operators.implementations["rms_norm"] == "cuda")
                 return foreseen.pop(number).result
-        if operator == "residual_add" and self._together is not None:
+        if operator == "residual_add" and self._together is not None and not options:
             return self._add(at, name, *arguments)
+        if operator == "det_gemm" and self._apart and name in _PROJECTIONS and not options:
+            return self._multiply(at, name, *arguments)
         if operator == "rms_norm":
             arguments = (arguments[0].to(self.dtype), *arguments[1:])
         return super().operate(at, name, operator, *arguments, **options)
+
+    def _multiply(self, at: Site, name: str, x: Tensor, weight: Tensor) -> Tensor:
+        """This product, and those of the other projections of x."""
+        weights = [self.weight(f"model.layers.{at.layer}.{one}.weight") for one in _PROJECTIONS[name]]
+        whole = side_by_side(weights) if weights[0] is weight else None
+        if whole is None:
+            return super().operate(at, name, "det_gemm", x, weight)  # type: ignore[no-any-return]
+        product = super().operate(at, name, "det_gemm", x, whole)
+        first, *others = product.split([len(one) for one in weights], -1)
+        pairs = zip(weights[1:], others, strict=True)
+        self._ahead[at.chunk.index] = [Ahead.of("det_gemm", (x, one), part, None) for one, part in pairs]
+        return first  # type: ignore[no-any-return]
 
     def _add(self, at: Site, name: str, residual: Tensor, x: Tensor) -> Tensor:
         """The sum, and the norm that reads it next."""
@@ -109,7 +146,7 @@ class InferenceDecoder(Decoder):
         if made is None:
             return super().operate(at, name, "residual_add", residual, x)  # type: ignore[no-any-return]
         total, normal = made
-        self._ahead[at.chunk.index] = [Ahead("rms_norm", (total, weight), options, normal, self._together.OF_SUM)]
+        self._ahead[at.chunk.index] = [Ahead.of("rms_norm", (total, weight), normal, self._together.OF_SUM, **options)]
         return total
 
     def _read(self, x: Tensor) -> Tensor:
@@ -124,8 +161,8 @@ class InferenceDecoder(Decoder):
             if made is not None:
                 kernel, foreseen = self._together.ROTATED, []
                 for x, weight, normed, rotated in zip((query, key), weights, made[:2], made[2:], strict=True):
-                    foreseen.append(Ahead("qk_norm", (x, weight), options, normed, kernel))
-                    foreseen.append(Ahead("rope", (normed, *tables), {}, rotated, kernel))
+                    foreseen.append(Ahead.of("qk_norm", (x, weight), normed, kernel, **options))
+                    foreseen.append(Ahead.of("rope", (normed, *tables), rotated, kernel))
                 self._ahead[at.chunk.index] = foreseen
         return super()._rotate_both(at, query, key)
 
@@ -138,18 +175,6 @@ class InferenceDecoder(Decoder):
             return super()._project(at, name, x)
         with cuda_gemm.weights_at_rest(False):  # its loads would keep attention waiting for keys and values
             return super()._project(at, name, x)
-
-    def _project_all(self, at: Site, names: Sequence[str], x: Tensor) -> list[Tensor]:
-        apart = self.operators.implementations["det_gemm"] in APART and not torch.is_grad_enabled()
-        weights = [self.get_parameter(f"model.layers.{at.layer}.{name}.weight") for name in names]
-        whole = side_by_side(weights) if apart else None
-        if whole is None:
-            return super()._project_all(at, names, x)
-        product = self.operate(at, " ".join(names), "det_gemm", x, whole.to(self.dtype))
-        parts = list(product.split([len(weight) for weight in weights], -1))
-        for name, part in zip(names, parts, strict=True):
-            at.show(name, "det_gemm", part)
-        return parts
 
 
 @dataclass(eq=False)

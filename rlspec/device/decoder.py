@@ -194,7 +194,10 @@ class Decoder(nn.Module):
         self._allocate(master_dtype, device)
 
     def _allocate(self, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Parameters that meet the same rows lie one behind the other in one storage: see `side_by_side`."""
+        """Parameters that meet the same rows lie one behind the other in one storage: see `side_by_side`.
+
+        A copy of the module, or `.to` another device, takes them apart, which costs speed and nothing else.
+        """
         shapes = self.architecture.parameter_shapes()
         for names in _neighbours(shapes):
             held = [(name, self.part.rows(name, self.architecture)) for name in names]
@@ -312,7 +315,7 @@ class Decoder(nn.Module):
         parts = []
         for at, x in zip(sites, streams, strict=True):
             normal = self._norm(at, "input_layernorm", x)
-            query, key, value = self._project_all(at, [f"self_attn.{name}_proj" for name in "qkv"], normal)
+            query, key, value = (self._project(at, f"self_attn.{name}_proj", normal) for name in "qkv")
             query, key, value = (y.unflatten(-1, (-1, self.architecture.head_dim)) for y in (query, key, value))
             parts.append((*self._rotate_both(at, query, key), value))
         result = []
@@ -329,7 +332,7 @@ class Decoder(nn.Module):
                 y, routing = self._experts(at, normal)
                 routings.append(routing)
             else:
-                gate, up = self._project_all(at, ["mlp.gate_proj", "mlp.up_proj"], normal)
+                gate, up = (self._project(at, f"mlp.{name}_proj", normal) for name in ("gate", "up"))
                 activated = self._activate(at, gate, up)
                 at.show("mlp.act", "swiglu", activated)
                 y = self._project(at, "mlp.down_proj", activated)
@@ -397,10 +400,6 @@ class Decoder(nn.Module):
 
     def _project(self, at: Site, name: str, x: Tensor) -> Tensor:
         return self._run(at, name, "det_gemm", x, self.weight(f"model.layers.{at.layer}.{name}.weight"))
-
-    def _project_all(self, at: Site, names: Sequence[str], x: Tensor) -> list[Tensor]:
-        """Projections of the same rows."""
-        return [self._project(at, name, x) for name in names]
 
     def _rotate_both(self, at: Site, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         return self._rotate(at, "q", query), self._rotate(at, "k", key)

@@ -335,6 +335,7 @@ def _triton(pairs: Sequence[tuple[Tensor, Tensor]], table: Tensor) -> None:
 
 def _cuda(pairs: Sequence[tuple[Tensor, Tensor]], table: Tensor) -> None:
     (keys, new_keys), (values, new_values) = pairs
+    assert keys.stride() == values.stride() and table.is_contiguous()
     pack = 16 // keys.element_size()
     strides = [step // pack for one in (keys, new_keys, new_values) for step in one.stride()[:3]]
     sizes = (table.shape[1], keys.shape[1], keys.shape[3] // pack, *strides)

@@ -35,6 +35,9 @@ class Seen:
         if name not in where:
             where.append(name)
 
+    def repeated(self) -> None:
+        self._count += 1
+
     @contextlib.contextmanager
     def call(self, *, launches: bool) -> Iterator[None]:
         """Inside, operators of torch are seen too, and empty tensors hold NaN.
@@ -87,10 +90,16 @@ def native(name: str) -> None:
         seen.launched(seen.native, name)
 
 
-def again(kernel: str, *, native: bool) -> None:
-    """One kernel does the work of several operators: told at the call of each, after the one that launched it."""
+def again(kernel: str | None, *, native: bool) -> None:
+    """One kernel does the work of several operators: told at the call of each, after the one that launched it.
+
+    `kernel` None: one of the same operator, whose name is known from that call.
+    """
     for seen in _WATCHING:
-        seen.launched(seen.native if native else seen.triton, kernel)
+        if kernel is None:
+            seen.repeated()
+        else:
+            seen.launched(seen.native if native else seen.triton, kernel)
 
 
 @contextlib.contextmanager

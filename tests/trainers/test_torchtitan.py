@@ -142,7 +142,8 @@ def test_one_process_needs_no_torchrun(tmp_path, monkeypatch):
     """torchtitan reads LOCAL_RANK and meets its ranks at MASTER_ADDR, also when it is alone."""
     made = rendered(tmp_path, monkeypatch)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what is set below is taken back
+        monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_PORT", "29500")
     made["alone"]()
     assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["0", "0", "1"]
