@@ -147,7 +147,8 @@ def explain(name: str, near: Path) -> str:
     raise SpecError(
         f"nothing is called {name!r}; {meant}known are lint rules such as {min(RULES)}, "
         f"the judgments {', '.join(JUDGMENTS)}, the contracts {', '.join(contracts)} and rows such as training/drift, "
-        f"the engines {', '.join(ENGINES)}, other names that `rlspec list` gives, and categories of cells such as red_verdict"
+        f"the engines {', '.join(ENGINES)}, other names that `rlspec list` gives, "
+        "and categories of cells such as red_verdict"
     )
 
 
