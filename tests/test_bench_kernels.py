@@ -86,6 +86,7 @@ def test_a_check_that_fails(bench):
     )
 
 
+@pytest.mark.slow
 def test_what_the_budget_leaves_out_is_named(bench):
     done, found = bench("--only", "gemm", "--only", "rows", "--budget", "10", seconds=600)
     assert done.returncode == 1

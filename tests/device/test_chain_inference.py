@@ -155,7 +155,7 @@ def test_kernels_of_several_operators_give_the_bits_of_each(ordered_products: No
 def test_a_call_that_was_not_foreseen_is_computed(ordered_products: None) -> None:  # noqa: F811
     decoder = model(layers=2)
     right = shown(OneByOne, decoder, "triton")["logits"]
-    for change in ("option", "self_attn.k_proj", "self_attn.residual"):
+    for change in ("option", "self_attn.residual"):  # of projections: `test_a_fault_at_any_door_has_its_effect`
         want = shown(other(OneByOne, change), decoder, "triton")
         assert same(shown(other(InferenceDecoder, change), decoder, "triton"), want)
         assert not identical(want["logits"], right)
