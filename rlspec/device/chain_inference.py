@@ -94,7 +94,8 @@ class InferenceDecoder(Decoder):
         self._together, self._ahead = import_module(module) if module else None, {}
         try:
             # Weights that are used as they are were written before the embedding's kernel, which nothing overtakes.
-            with cuda_gemm.weights_at_rest(stored and self._shipped("embedding") is not None):
+            at_rest = stored and type(self).weight is Decoder.weight and self._shipped("embedding") is not None
+            with cuda_gemm.weights_at_rest(at_rest):
                 return super().forward(tokens, **options)
         finally:
             self._together, self._apart, self._ahead = None, False, {}

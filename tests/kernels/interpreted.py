@@ -113,3 +113,13 @@ def _outcomes(path: Path) -> dict[str, str | None]:
 def _failure(case: ElementTree.Element) -> str | None:
     found = [part for part in case if part.tag in ("failure", "error", "skipped")]
     return "\n".join(part.text or part.get("message", part.tag) for part in found) if found else None
+
+
+def behind(kernel: Any) -> dict[str, bool]:
+    """The options with which a kernel that may start behind another one is launched on a GPU."""
+    return {"BEHIND": True, "launch_pdl": True} if "BEHIND" in kernel.arg_names else {}
+
+
+def waits(kernel: Any) -> bool:
+    """Whether the machine code waits for the kernel before it."""
+    return "ACQBULK" in kernel.asm["sass"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlspec.kernels import det_gemm as gemm
 from rlspec.kernels.det_gemm import Tile, det_gemm, fold, lm_head
-from tests.kernels.interpreted import compiled, gpu, hopper, interpreted, spills
+from tests.kernels.interpreted import behind, compiled, gpu, hopper, interpreted, spills
 
 BF16 = torch.bfloat16
 TABLE = sorted({tile for entries in gemm.TILES.values() for _, tile in entries})
@@ -223,7 +223,7 @@ def test_row_counts_do_not_recompile() -> None:
 
 
 def warm(launch: gemm.Launch) -> Any:
-    return launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
+    return launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options, **behind(launch.kernel))
 
 
 # ---- GPU ----

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlspec.device import kv_cache as caches
 from rlspec.kernels import kv_cache
-from tests.kernels.interpreted import gpu, interpreted
+from tests.kernels.interpreted import behind, compiled, gpu, hopper, interpreted, spills, waits
 
 TABLE = torch.tensor([[0, 0, 1, 1], [1, 3, 0, 2], [2, 2, 0, 1], [4, 0, 3, 3]])
 
@@ -38,6 +38,15 @@ def test_every_token_lands_at_its_place(heads: int, width: int) -> None:
     given = tensors(heads, width)
     kv_cache.write(*given, TABLE)
     check(*given)
+
+
+@compiled
+def test_it_compiles_for_hopper() -> None:
+    options = {"TOKENS": 1, "BLOCK": 1024, "num_warps": 4, "grid": (1,), **behind(kv_cache._write)}
+    types = [torch.bfloat16] * 4 + [torch.int64]
+    with hopper():
+        kernel = kv_cache._write.warmup(*types, 1, *[131072, 16384, 128], *[6144, 6144, 128] * 2, 8, 128, **options)
+        assert spills(kernel) == 0 and waits(kernel)
 
 
 @gpu

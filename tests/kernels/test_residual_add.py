@@ -5,7 +5,7 @@ import torch
 
 from rlspec.kernels import residual_add as module
 from rlspec.kernels.residual_add import residual_add
-from tests.kernels.interpreted import compiled, gpu, hopper, interpreted, spills
+from tests.kernels.interpreted import behind, compiled, gpu, hopper, interpreted, spills, waits
 
 PAIRS = [(dtype, dtype) for dtype in module.DTYPES] + [(torch.float32, dtype) for dtype in module.DTYPES[:2]]
 
@@ -69,9 +69,10 @@ def test_a_cpu_is_refused():
 @compiled
 @pytest.mark.parametrize("residual, x", PAIRS, ids=str)
 def test_it_compiles_for_hopper(residual, x):
-    options = {"BLOCK": 4096, "num_warps": 4, "enable_fp_fusion": False, "grid": (1,)}
+    options = {"BLOCK": 4096, "num_warps": 4, "enable_fp_fusion": False, "grid": (1,), **behind(module._forward)}
     with hopper():
         kernel = module._forward.warmup(residual, x, residual, 4096, 4096, 4096, 1, **options)
+        assert waits(kernel)
         assert spills(kernel) == 0 and "LDG.E.128" in kernel.asm["sass"] and "STG.E.128" in kernel.asm["sass"]
 
 

@@ -12,7 +12,7 @@ from rlspec.kernels import rms_norm as norm
 from rlspec.kernels.residual_add import residual_add
 from rlspec.kernels.rms_norm import fold, rms_norm
 from rlspec.kernels.rope import rope
-from tests.kernels.interpreted import compiled, gpu, hopper, interpreted, spills
+from tests.kernels.interpreted import behind, compiled, gpu, hopper, interpreted, spills
 
 BF16 = torch.bfloat16
 EPS = 1e-6
@@ -221,7 +221,7 @@ def test_row_counts_and_strides_do_not_recompile() -> None:
 
 
 def warm(launch: norm.Launch) -> Any:
-    return launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
+    return launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options, **behind(launch.kernel))
 
 
 # ---- GPU ----

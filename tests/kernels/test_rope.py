@@ -5,7 +5,7 @@ import torch
 
 from rlspec.kernels import rope as module
 from rlspec.kernels.rope import rope
-from tests.kernels.interpreted import compiled, gpu, hopper, interpreted, spills
+from tests.kernels.interpreted import behind, compiled, gpu, hopper, interpreted, spills, waits
 
 SHAPES = ((1, 1, 1, 2), (2, 3, 5, 8), (1, 7, 2, 20), (3, 2, 33, 128))
 
@@ -107,8 +107,9 @@ def test_it_compiles_for_hopper(dtype, heads, half):
         kernel = module._kernel.warmup(
             dtype, torch.float32, torch.float32, dtype, heads * half * 2, half * 2, half, half, 1000, heads, half,
             BACK=True, TOKENS=max(1, 2048 // (heads * half)), HEADS=min(heads, 2048 // half), PAIRS=half,
-            num_warps=4, enable_fp_fusion=False, grid=(1,),
+            num_warps=4, enable_fp_fusion=False, grid=(1,), **behind(module._kernel),
         )  # fmt: skip
+        assert waits(kernel)
         assert spills(kernel) == 0 and "LDG.E.128" in kernel.asm["sass"] and "STG.E.128" in kernel.asm["sass"]
 
 

@@ -5,7 +5,7 @@ import torch
 
 from rlspec.kernels import swiglu as module
 from rlspec.kernels.swiglu import swiglu
-from tests.kernels.interpreted import compiled, gpu, hopper, interpreted, spills
+from tests.kernels.interpreted import behind, compiled, gpu, hopper, interpreted, spills, waits
 
 SHAPES = ((1, 5), (3, 16), (2, 3, 130), (2, 2100))
 
@@ -77,7 +77,8 @@ def test_a_cpu_is_refused():
 def test_it_compiles_for_hopper(dtype):
     options = {"BLOCK": 2048, "num_warps": 4, "enable_fp_fusion": False, "grid": (1,)}
     with hopper():
-        there = module._forward.warmup(*[dtype] * 3, *[12288] * 3, 6, **options)
+        there = module._forward.warmup(*[dtype] * 3, *[12288] * 3, 6, **options, **behind(module._forward))
+        assert waits(there)
         back = module._backward.warmup(*[dtype] * 5, *[12288] * 4, 6, **options)
         assert spills(there) == spills(back) == 0
         assert "LDG.E.128" in there.asm["sass"] and "STG.E.128" in back.asm["sass"]
