@@ -12,8 +12,11 @@ from rlspec import judging
 from rlspec.errors import RunError
 
 FOLDER = Path(__file__).parents[1] / "specs" / "chain" / "evidence"
-NAMES = ("qwen3-8b-backends", "qwen3-8b-long", "qwen3-8b-long-cuda", "qwen3-8b-torch")
-FILES = [FOLDER / f"{name}.json.gz" for name in NAMES]
+LAYERS = {
+    "qwen3-30b-a3b-8-layers": 8, "qwen3-8b-backends": 36, "qwen3-8b-long": 36, "qwen3-8b-long-cuda": 36,
+    "qwen3-8b-torch": 36,
+}  # fmt: skip
+FILES = [FOLDER / f"{name}.json.gz" for name in LAYERS]
 
 
 def again(path):
@@ -26,7 +29,7 @@ def verdicts(report):
 
 
 def test_every_file_is_told_of():
-    assert {path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.gz")} == set(NAMES)
+    assert {path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.gz")} == set(LAYERS)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -46,9 +49,10 @@ def test_a_row_that_is_removed_is_refused(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_nothing_in_it_is_of_one_machine_and_the_model_is_whole(path):
+def test_nothing_in_it_is_of_one_machine_and_the_model_has_the_layers_it_says(path):
     text = gzip.decompress(path.read_bytes()).decode()
     report = json.loads(text)
     assert report["run"] is None and "/site-packages/" not in text and '"host"' not in text
-    assert report["chain"]["model"]["layers"] == 36 and report["model"] == "qwen3-8b"
+    assert report["chain"]["model"]["layers"] == LAYERS[path.name.removesuffix(".json.gz")]
+    assert path.name.startswith(report["model"])
     assert f"`{path.name}`" in (FOLDER / "README.md").read_text()
