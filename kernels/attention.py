@@ -183,11 +183,16 @@ def _forward_kernel(
     WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
     EARLY: tl.constexpr, CHANGE: tl.constexpr, LATE: tl.constexpr, STAGES: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    # Heads vary fastest, then samples; the longest rows (with SPLIT, the latest splits) start first.
+    # Heads vary fastest; the longest rows (with SPLIT, the latest splits) start first. A sample's tiles run side by
+    # side, so that its keys and values stay in L2; splits are of all samples at once, since there are few tiles.
     program = tl.program_id(0)
     head = program % KV
-    segment = (program // KV) % segments
-    rest = program // KV // segments
+    rest = program // KV
+    if SPLIT:
+        segment = rest % segments
+        rest = rest // segments
+    else:
+        segment = rest // tiles
     tile = tiles - 1 - rest % tiles
     entry = TABLE + segment * 5
     row = tl.load(entry).to(tl.int64)
