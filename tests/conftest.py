@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,26 @@ from rlspec.model import Arm, Run
 from tests import gitrepo
 from tests.processes import marking
 
+# A worker takes a file at a time, so that the longest come first and none of them alone at the end. What SLURM's tests
+# wait for takes no core, and controls can use two.
+LONGEST = ("controls", "slurm", "operator_controls", "end_to_end", "chain_controls", "mesh", "invariant_mode")
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that take minutes are skipped, and seen to be, unless `-m` names them."""
+    """The longest files come first; tests that take minutes are skipped, and seen to be, unless `-m` names them."""
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
     if "slow" not in config.option.markexpr:
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="run with -m slow"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """As many workers as cores compute at once. Who imports torch has done so when the first test begins."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture

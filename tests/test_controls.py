@@ -16,7 +16,12 @@ SPECS = ROOT / "specs"
 # Those of operators, of whole models and of engines have tests of their own.
 KNOWN = sorted(p for p in (SPECS / "controls").rglob("*.yaml") if not {"operators", "chain", "engines"} & set(p.parts))
 # tests/device/test_mesh.py and test_trainer.py train on several ranks and plant these faults, in fewer processes.
-SLOW_CONTROLS = ("gradient-norm-of-one-stage", "local-token-count-cp2", "gradients-not-averaged")
+SLOW_CONTROLS = (
+    "gradient-norm-of-one-stage",
+    "local-token-count-cp2",
+    "gradients-not-averaged",
+    "positions-not-offset",
+)
 SLOW = [SPECS / "correctness" / f"tiny-{name}.yaml" for name in ("dense-pp2", "dense-cp2", "moe-ep2", "moe-pp2-ep2")]
 SLOW += [path for path in KNOWN if path.stem in SLOW_CONTROLS]
 CONTROLS = [path for path in KNOWN if path not in SLOW]

@@ -91,6 +91,7 @@ def report(repo):
 def spec(repo, branch, isolation, *, slow=False):
     """The example's spec with another feature branch; `slow` arms sleep, so that there is a middle to be cut off in."""
     text = (repo / "specs" / "branch.yaml").read_text().replace("revision: HEAD", f"revision: {branch}")
+    text = text.replace("steps: 12", "steps: 2") if slow else text
     assert f"revision: {branch}" in text
     path = repo / "specs" / "branch.yaml"
     path.write_text(text.replace("kind: correctness", f"kind: correctness\nisolation: {isolation}"))
@@ -187,7 +188,7 @@ def test_an_unknown_revision_is_refused_before_anything_runs(repo):
     assert not (repo / "workspace").exists()
 
 
-def test_an_arm_that_crashes_is_an_error_with_its_last_lines_and_can_be_run_again(repo):
+def test_an_arm_that_crashes_is_an_error_with_its_last_lines_and_can_be_run_and_judged_again(repo):
     path = spec(repo, "harmless", "worktree")
     template = repo / "specs" / "branch.py.j2"
     text = template.read_text()
@@ -208,12 +209,10 @@ def test_an_arm_that_crashes_is_an_error_with_its_last_lines_and_can_be_run_agai
     made = report(repo)
     assert done.returncode in (0, 3), done.stdout + done.stderr
     assert [arm["provenance"] for arm in made["arms"][:2]] == kept
+    judging_again_gives_the_same_verdicts_and_refuses_edited_records(repo, made)
 
 
-def test_judge_again_gives_the_same_verdicts_and_refuses_edited_records(repo):
-    path = spec(repo, "harmless", "worktree")
-    rlspec(repo, "run", path)
-    made = report(repo)
+def judging_again_gives_the_same_verdicts_and_refuses_edited_records(repo, made):
     folder = Path(made["run"]["folder"])
     done = rlspec(repo, "judge", made["run"]["name"], "-o", repo / "cache" / "again.json")
     again = json.loads((repo / "cache" / "again.json").read_text())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import resource
 import time
@@ -62,6 +64,8 @@ class Job:
 def join(environment: Mapping[str, str] = os.environ) -> Iterator[Job]:
     """The job that torchrun's variables tell of (nccl on GPUs, gloo else); without them one process.
 
+    Meshes must be gone when the block ends, so make them in a function of their own: gloo's threads end with the last
+    reference to their group, and one that still lets go of a tensor while Python shuts down aborts the process.
     Raises ValueError where processes would have to share a GPU.
     """
     world, rank = int(environment.get("WORLD_SIZE", "1")), int(environment.get("RANK", "0"))
@@ -75,6 +79,8 @@ def join(environment: Mapping[str, str] = os.environ) -> Iterator[Job]:
     if world == 1:
         yield Job(device)
         return
+    # Its functions keep, as a default, the group that there is when they are imported, as much of torch does later on.
+    importlib.import_module("torch.distributed.nn")
     if device.type == "cuda":
         dist.init_process_group("nccl", device_id=device)
     else:
@@ -82,6 +88,7 @@ def join(environment: Mapping[str, str] = os.environ) -> Iterator[Job]:
     yield Job(device, rank, world)
     # Not after an error: nccl ends a group when all of its ranks do, and the others still wait for the one that failed.
     dist.destroy_process_group()
+    gc.collect()  # pipelines are cycles that hold a group
 
 
 def _gpu(environment: Mapping[str, str]) -> int:

@@ -58,10 +58,13 @@ class Seen:
                 "calls_without_launch": self.idle}  # fmt: skip
 
 
-class _Operators(TorchDispatchMode):
-    def __init__(self, seen: Seen) -> None:
-        super().__init__()
-        self.seen = seen
+class _Recording:
+    """Apart from the mode: in that class torch would wrap it for its compiler, which takes a second to import.
+
+    The compiler leaves alone what runs under such a mode, wrapped or not.
+    """
+
+    seen: Seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
@@ -73,6 +76,12 @@ class _Operators(TorchDispatchMode):
         if name in _UNINITIALISED and made.is_floating_point():
             made.fill_(float("nan"))  # what an operator forgets to write is seen, whatever the allocator had there
         return made
+
+
+class _Operators(_Recording, TorchDispatchMode):
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
 
 
 def _numbers(*values: Any) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlspec.device import architecture, perturb
+from rlspec.device.adamw import AdamW
 from rlspec.device.architecture import Architecture
 from rlspec.device.data import Corpus, default_corpus
 from rlspec.device.decoder import RouterStatistics, of_experts
@@ -184,13 +185,12 @@ class Trainer:
     def read_model(self) -> Architecture:
         return architecture.read(self.settings.model)
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+    def make_optimizer(self) -> AdamW:
         decayed = [p for p in self.model.parameters() if self.decays(p)]
         others = [p for p in self.model.parameters() if not self.decays(p)]
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         decay = self.settings.weight_decay
-        return torch.optim.AdamW([g for g in groups if g["params"]], betas=BETAS, eps=EPSILON, weight_decay=decay)
+        return AdamW([g for g in groups if g["params"]], betas=BETAS, eps=EPSILON, weight_decay=decay)
 
     def decays(self, parameter: Tensor) -> bool:
         """Matrices do, norms and biases do not."""

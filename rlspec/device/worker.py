@@ -14,7 +14,7 @@ import torch
 
 from rlspec.device import bench, chain_bench, chain_harness, faults, job, operator_harness, settings
 from rlspec.device.settings import Settings
-from rlspec.device.trainer import Row
+from rlspec.device.trainer import Row, Trainer
 
 FORMATS = {
     "step-time": "{:.3f} sec",
@@ -39,22 +39,26 @@ def main(run_file: str, config: Mapping[str, Any]) -> None:
     options, arm = settings.read(config), find_arm(path)
     make_repeatable(options)
     with job.join() as joined:
-        first = joined.rank == 0
         kind = faults.trainer(options, arm["role"])
         implementation = arm.get("implementation") or "torch"
-        if first:
+        if joined.rank == 0:
             _say(f"launch({config!r}, arm={arm['name']!r}, implementation={implementation!r}, {_flags(joined)})")
-        trainer = kind(options, joined, implementation=implementation, perturbation=arm.get("perturb"))
-        notes = [f"{arm['name']} has the planted fault {options.fault}"] if kind in faults.FAULTS.values() else []
-        rows = trainer.run()
-        if not first:
-            for _ in rows:
-                pass
-            return
-        with Records(_records_of(path), arm["name"], options.steps, notes) as records:
-            for row in rows:
-                records.step(row)
-                _say(log_line(row, options.steps))
+        _train(kind, options, joined, arm, _records_of(path))
+
+
+def _train(kind: type[Trainer], options: Settings, joined: job.Job, arm: Mapping[str, Any], path: Path) -> None:
+    implementation = arm.get("implementation") or "torch"
+    trainer = kind(options, joined, implementation=implementation, perturbation=arm.get("perturb"))
+    notes = [f"{arm['name']} has the planted fault {options.fault}"] if kind in faults.FAULTS.values() else []
+    rows = trainer.run()
+    if joined.rank != 0:
+        for _ in rows:
+            pass
+        return
+    with Records(path, arm["name"], options.steps, notes) as records:
+        for row in rows:
+            records.step(row)
+            _say(log_line(row, options.steps))
 
 
 def _records_of(run_file: Path) -> Path:
@@ -79,7 +83,8 @@ def make_repeatable(options: Settings) -> None:
     torch.set_float32_matmul_precision("highest")
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(options.deterministic)
+    # As torch.use_deterministic_algorithms, which imports torch's compiler to tell it, too; that takes a second.
+    torch.set_deterministic_debug_mode("error" if options.deterministic else "default")
 
 
 def _flags(joined: job.Job) -> str:

@@ -84,6 +84,7 @@ def train(config, here, crowd=False):
 # weight that a process holds the digest, before the training and after it.
 SCRIPT = """
 import hashlib, json, sys
+from pathlib import Path
 import torch
 import torch.distributed as dist
 from rlspec.device import faults, parallel, settings
@@ -96,23 +97,29 @@ def digests(model):
     return [(name, rows.indices(shape[0])[:2], hashlib.sha256(held.detach().cpu().numpy().tobytes()).hexdigest())
             for name, shape, held, rows in model.laid_out() if held is not None]
 
+def train(config, job):
+    given, asked = settings.read(config), config["implementation"]
+    kind = faults.trainer(given, "feature")
+    trainer = kind(given, job, perturbation=config["perturb"], implementation=asked)
+    told = [digests(trainer.model)]
+    rows = [(row.metrics, row.data) for row in trainer.run()]
+    told.append(digests(trainer.model))
+    everyone = [None] * job.world
+    dist.all_gather_object(everyone, (rows, told))
+    return {"rows": rows, "agreed": all(mine == rows for mine, _ in everyone),
+            "weights": [told for _, told in everyone], "backend": job.backend}
+
 honest = parallel.ParallelDecoder._balanced
 with join() as job:
     found = {}
     for name, config in json.loads(sys.argv[1]).items():
         parallel.ParallelDecoder._balanced = crowded if name == "crowded" else honest
-        given, asked = settings.read(config), config["implementation"]
-        kind = faults.trainer(given, "feature")
-        trainer = kind(given, job, perturbation=config["perturb"], implementation=asked)
-        told = [digests(trainer.model)]
-        rows = [(row.metrics, row.data) for row in trainer.run()]
-        told.append(digests(trainer.model))
-        everyone = [None] * job.world
-        dist.all_gather_object(everyone, (rows, told))
-        found[name] = {"rows": rows, "agreed": all(mine == rows for mine, _ in everyone),
-                       "weights": [told for _, told in everyone], "backend": job.backend}
+        found[name] = train(config, job)
     if job.rank == 0:
         print("FOUND", json.dumps(found))
+# A thread of gloo that is still there when Python shuts down aborts the process, now and then.
+threads = {task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")}
+assert threads and not any("gloo" in name for name in threads), threads
 """
 
 

@@ -280,6 +280,7 @@ for name, one in mine.table.items():
     cell = benches.measured(on)["cells"][0]
     verdict = benches.judged(on)["silu", "forward_invariance"]
     found[name] = [verdict.reason, cell["seen"]["triton"], cell["error"] or cell["blocked"], verdict.category]
+found["compiler"] = "torch._dynamo" in sys.modules
 print(json.dumps(found))
 """
 
@@ -313,6 +314,10 @@ def test_a_kernel_under_the_interpreter_is_seen(interpreted):
 def test_a_fallback_is_seen_and_its_cell_is_an_error(interpreted, name, problem):
     reason, _, error, category = interpreted[name]
     assert error is None and problem in reason and category == "red_provenance"
+
+
+def test_torchs_compiler_is_not_imported_to_see_what_ran(interpreted):
+    assert interpreted["compiler"] is False  # it takes a second, of an arm that may take two
 
 
 # Kernels outside Triton tell of themselves

@@ -16,6 +16,7 @@ import torch
 from rlspec import catalog, logs, records, render, schema
 from rlspec.device import data, faults, perturb, worker
 from rlspec.device import settings as settings_module
+from rlspec.device.adamw import AdamW
 from rlspec.device.decoder import RouterStatistics
 from rlspec.device.job import Job, join
 from rlspec.device.mesh import Mesh
@@ -157,6 +158,31 @@ def test_training_lowers_the_loss():
     given = settings("tiny-moe", steps=8, start_learning_rate=1e-3, learning_rate=1e-3)
     losses = curve(train(given), "cross-entropy-loss")
     assert losses[0] == pytest.approx(math.log(257), abs=0.2) and losses[-1] < losses[0] - 0.3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_optimizer_is_torchs_to_the_bit(dtype, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    generator = torch.Generator().manual_seed(1)
+    start = [torch.randn(shape, generator=generator).to(device, dtype) for shape in ((7, 5), (5,), (3,))]
+    found = []
+    for kind in (AdamW, torch.optim.AdamW):
+        parameters = [torch.nn.Parameter(x.clone()) for x in start]
+        groups = [{"params": parameters[:1]}, {"params": parameters[1:], "weight_decay": 0.0}]
+        made = kind(groups, betas=BETAS, eps=EPSILON, weight_decay=0.1)
+        generator.manual_seed(2)
+        for step in range(1, 4):
+            made.zero_grad()
+            for parameter in parameters[: 1 + step]:  # the last one has no gradient at first
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(device, dtype)
+            for group in made.param_groups:
+                group["lr"] = 1e-2 * step
+            made.step()
+        found.append(parameters)
+    for mine, theirs, before in zip(*found, start, strict=True):
+        assert torch.equal(mine, theirs) and not torch.equal(mine, before)
 
 
 @pytest.mark.parametrize("given", [{"dtype": "bf16"}, {"dtype": "bf16", "profile": "hf"}, {"master_dtype": "bf16"}])
@@ -438,14 +464,16 @@ SCRIPT = """
 import json, sys
 from rlspec.device import faults, settings
 from rlspec.device.job import join
+
+def train(config, job):
+    given = settings.read(config)
+    trainer = faults.trainer(given, "feature")(given, job)
+    rows = [(row.metrics, row.data) for row in trainer.run()]
+    weights = sum(p.detach().double().sum().item() for p in trainer.model.parameters())
+    return {"rows": rows, "apart": job.maximum([weights, -weights])}
+
 with join() as job:
-    found = {}
-    for name, config in json.loads(sys.argv[1]).items():
-        given = settings.read(config)
-        trainer = faults.trainer(given, "feature")(given, job)
-        rows = [(row.metrics, row.data) for row in trainer.run()]
-        weights = sum(p.detach().double().sum().item() for p in trainer.model.parameters())
-        found[name] = {"rows": rows, "apart": job.maximum([weights, -weights])}
+    found = {name: train(config, job) for name, config in json.loads(sys.argv[1]).items()}
     if job.rank == 0:
         print("FOUND", json.dumps(found))
 """
@@ -510,8 +538,10 @@ def arms_of(*names, **more):
 def test_a_run_file_runs_by_itself(tmp_path, kind):
     arms = arms_of("base0", implementation={"attention": "reference"}, perturb=None)
     (file,) = rendered(tmp_path, configured("tiny-moe", kind=kind, steps=2), arms)
-    done = subprocess.run([sys.executable, str(file)], env=surroundings(), capture_output=True, text=True, check=False)
+    command = [sys.executable, "-X", "importtime", str(file)]
+    done = subprocess.run(command, env=surroundings(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "torch.optim" in done.stderr and "torch._dynamo" not in done.stderr  # the compiler takes a second to import
     read = records.read(tmp_path / "tiny-v1.5-fp32-base0.records.jsonl", Arm(name="base0", role="base"))
     alone = train(settings("tiny-moe", kind=kind, steps=2), implementation={"attention": "reference"})
     assert read.steps_expected == 2 and not read.faults and not read.notes

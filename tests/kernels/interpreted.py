@@ -31,7 +31,7 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 def interpreted(test: Callable[..., None]) -> Callable[..., None]:
     """Decorate a test, below its parametrizations: it runs on CPU tensors in one child process for its whole file."""
     if INTERPRETING:
-        return test
+        return pytest.mark.interpreted(test)
 
     def outcome(request: pytest.FixtureRequest, **_: object) -> None:
         failure = _outcomes(request.node.path).get(request.node.name, "it did not run in the child process")
@@ -103,7 +103,8 @@ def _outcomes(path: Path) -> dict[str, str | None]:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        words = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"--junitxml={report}", str(path)]
+        marked = ["-m", "interpreted", "-q", "-n", "0", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        words = ["-m", "pytest", *marked, str(path)]
         done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert report.exists(), done.stdout + done.stderr
         cases = list(ElementTree.parse(report).iter("testcase"))
