@@ -13,43 +13,39 @@
 // Where the order comes from. It is that of the Triton kernel, whose header gives the reasons, so both agree:
 // - Blocks of 64 keys from position 0 of the sample; within one the matrix unit chains them upward in groups of 16.
 // - Blocks are gathered into splits whose borders follow from the position (`Schedule`). A split starts from the empty
-//   state; finished splits are folded upward, in place or by a second kernel, in one expression (`Factors`).
+//   state; finished splits are folded upward, in place, by a second kernel or in a cluster (decode.cuh), in one
+//   expression (`Factors`).
 // - Sums of rows are p·1 on the matrix unit. Maxima are exact in any order, and kept scaled.
 // - A key that a row does not see leaves its state as it was; what stands past the last key is replaced by zeros.
 // - dK and dV: heads of the group upward, in each the blocks of 64 queries upward. dQ: blocks of 64 keys upward.
 // - Multiplications and additions are spelled out where a compiler may contract them.
 //
-// How it runs. A thread asks the copy engine (TMA) for tiles; one warpgroup multiplies 64 rows, with rows of scores in
-// registers. Scores of a block and sums of the one before are in flight while exponentials are taken. In prefill two or
-// three warpgroups share the keys and values.
+// How it runs. A thread asks the copy engine (TMA) for keys and values, and one for each warpgroup for its queries. A
+// warpgroup multiplies 64 rows, with rows of scores in registers. In prefill two or three share the keys and values.
 //
 // Limits: bf16, fp16; widths 16, 32, 64, 128 (narrower ones are filled up with zeros, which keep the bits); at most 64
 // query heads a key head; pages of at least 8 tokens. Values of a sample must be finite.
-#include "attention.cuh"
+#include "decode.cuh"
 
 namespace rlspec {
 
 constexpr int GROUPS = 3;           // warpgroups of a tile in prefill of long samples; of shorter ones 2, in decode 1
+constexpr int POSTED = 8;           // tiles on the board: more than can be under way at a time
 constexpr int64_t NEAR = 24 << 20;  // bytes of keys and values that are read again and again at a time, to stay in L2
-
-struct Forward {
-    void const* query;
-    int const *table, *pages;
-    float const* sinks;
-    void* out;
-    float *lse, *part, *part_m, *part_mass;
-    int* taken;  // tiles handed out beyond one a block of threads
-    Strides q;
-    int64_t slots;  // rows · queries
-    float scale;    // holds log2(e) too
-    int items, segments, tiles, splits, queries, limit;  // a sample has at most `limit` queries
-    int near;  // pairs of a key head and a sample whose tiles are taken side by side
-    int listed, page, box, kv, group, width, window;
-    Schedule schedule;
-};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
+
+// A place in a ring of N, and which turn it is.
+template <int N>
+struct Ring {
+    int slot;
+    uint32_t turn;
+    __device__ __forceinline__ void advance(int by) {
+        slot += by;
+        if (slot >= N) slot -= N, turn ^= 1;
+    }
+};
 
 // A tile: 64·COUNT rows (the query heads of one key head, of neighbouring queries) and its blocks of keys; with PART,
 // those of one split. `near` pairs of head and sample take turns, so that their keys and values stay in L2; among them
@@ -59,6 +55,8 @@ struct Tile {
     int head, line, split;
     Segment segment;
     int query, span, before, first, blocks;  // first query, queries in all, keys before the sample's first query
+    int border;                              // where the second split starts
+    Tile() = default;
     __device__ Tile(Forward const& a, int item)
         : Tile(a, item, item / (a.near * a.tiles * a.splits) * a.near) {}
     __device__ Tile(Forward const& a, int item, int from)
@@ -78,8 +76,20 @@ struct Tile {
             first = max(first, a.schedule.start(split)), stop = min(stop, a.schedule.start(split + 1));
         }
         blocks = query < segment.queries ? max(stop - first + KEYS - 1, 0) / KEYS : 0;
+        border = PART ? 0 : a.schedule.start(a.schedule.of(first) + 1);
     }
 };
+
+// Read by the lane that will say that it has been read, and handed on so that the compiler knows it is one a warp.
+template <typename T>
+__device__ __forceinline__ T of_warp(T const& x) {
+    T copy;
+#pragma unroll
+    for (int i = 0; i < int(sizeof(T) / 4); ++i)
+        reinterpret_cast<int*>(&copy)[i] =
+            __shfl_sync(0xffffffff, threadIdx.x % 32 == 0 ? reinterpret_cast<int const*>(&x)[i] : 0, 0);
+    return copy;
+}
 
 // Blocks of threads take tiles one after the other, as they get free. With PART the state of a row goes to memory;
 // otherwise splits are folded as they end.
@@ -96,13 +106,20 @@ __global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_for
     auto* const ready = reinterpret_cast<uint64_t*>(totals + (PART ? 0 : KEPT ? COUNT : 2 * COUNT) * TILE);
     uint64_t* const free = ready + RING;
     uint64_t *const q_full = free + RING, *const q_free = q_full + PLACES * COUNT;  // of each warpgroup
-    auto* const given = reinterpret_cast<int*>(q_free + PLACES * COUNT);            // its tile, -1: no more
+    uint64_t* const posted = q_free + PLACES * COUNT;
+    auto* const board = reinterpret_cast<Tile<COUNT, PART>*>(posted + POSTED);  // without blocks: no more
+    auto* const ones = reinterpret_cast<Element*>(board + POSTED);              // 16 by 8, in any order
 
     if (threadIdx.x == 0) {
         for (int i = 0; i < RING; ++i) hopper::barrier_init(ready + i, 1), hopper::barrier_init(free + i, COUNT * 4);
         for (int i = 0; i < PLACES * COUNT; ++i)
             hopper::barrier_init(q_full + i, 1), hopper::barrier_init(q_free + i, 4);
+        for (int i = 0; i < POSTED; ++i) hopper::barrier_init(posted + i, 1);
         hopper::barrier_init_fence();
+    }
+    if (threadIdx.x < 128) {
+        ones[threadIdx.x] = Element(1.0f);
+        hopper::async_fence();
     }
     // In this order, so that the kernel of the fold may read the table before it waits.
     wait_for_previous();
@@ -110,9 +127,30 @@ __global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_for
     __syncthreads();
 
     bool const boxed = 64 % a.group == 0;  // a box of the copy engine holds the queries of a warpgroup
-    if (threadIdx.x >= COUNT * 128) {     // the thread that asks for queries, keys and values
-        hopper::registers_shrink<KEPT ? 40 : 56>();
-        if (threadIdx.x != COUNT * 128) return;
+    if (threadIdx.x >= COUNT * 128) {     // the threads that ask: first for keys and values, then each for queries
+        hopper::registers_shrink<56>();
+        int const asker = threadIdx.x / 32 - COUNT * 4;
+        if (threadIdx.x % 32 > 0 || asker > COUNT) return;
+        for (int n = 0; asker > 0; ++n) {
+            int const place = n % PLACES * COUNT + asker - 1;
+            hopper::barrier_wait(posted + n % POSTED, n / POSTED % 2);
+            hopper::barrier_wait(q_free + place, n / PLACES % 2 ^ 1);  // the warpgroup has done with what was there
+            Tile<COUNT, PART> const& tile = board[n % POSTED];
+            bool const more = tile.blocks > 0;
+            if (more && boxed) {
+                hopper::barrier_expect(q_full + place, TILE);
+#pragma unroll
+                for (int half = 0; half < D / 64; ++half) {
+                    int const token = tile.segment.query_start + tile.query + (asker - 1) * (64 / a.group);
+                    hopper::tma_load(q_tiles + (place * D + half * 64) * 128, &query_map, q_full + place, half * 64,
+                                     tile.head * a.group, token, tile.segment.row);
+                }
+            } else {
+                hopper::barrier_arrive(q_full + place);
+                if (!more) return;
+            }
+        }
+
         int slot = 0, turn = 0;  // of the ring
         int round = 0;
         auto const next_item = [&]() -> int {
@@ -122,86 +160,77 @@ __global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_for
         };
         for (int n = 0, item = blockIdx.x;; ++n) {
             int following = next_item();
-            while (item < a.items && Tile<COUNT, PART>(a, item).blocks == 0) item = following, following = next_item();
-            auto const next_place = [&](int group) {  // once the warpgroup has done with the queries there
-                int const place = n % PLACES * COUNT + group;
-                hopper::barrier_wait(q_free + place, n / PLACES % 2 ^ 1);
-                given[place] = item < a.items ? item : -1;
-                return place;
-            };
-            if (item >= a.items) {
-                for (int group = 0; group < COUNT; ++group) hopper::barrier_arrive(q_full + next_place(group));
-                return;
+            Tile<COUNT, PART> tile;
+            for (tile.blocks = 0; item < a.items; item = following, following = next_item()) {
+                tile = Tile<COUNT, PART>(a, item);
+                if (tile.blocks > 0) break;
             }
-            Tile<COUNT, PART> const tile(a, item);
+            board[n % POSTED] = tile;
+            hopper::barrier_arrive(posted + n % POSTED);
+            if (tile.blocks == 0) return;
             Segment const& segment = tile.segment;
-            auto const hand_out = [&] {
-#pragma unroll 1
-                for (int group = 0; group < COUNT; ++group) {
-                    int const place = next_place(group);
-                    if (!boxed) {
-                        hopper::barrier_arrive(q_full + place);
-                        continue;
-                    }
-                    hopper::barrier_expect(q_full + place, TILE);
-                    for (int half = 0; half < D / 64; ++half)
-                        hopper::tma_load(q_tiles + place * TILE + half * KEYS * 128, &query_map, q_full + place,
-                                         half * 64, tile.head * a.group,
-                                         segment.query_start + tile.query + group * (64 / a.group), segment.row);
-                }
-            };
             int const* const pages = a.pages + static_cast<int64_t>(tile.line) * a.listed;
             auto const fetch = [&](CUtensorMap const* map, int start) {
-                hopper::barrier_wait(free + slot, turn ^ 1);
                 uint8_t* const to = ring + slot * TILE;
-                int const pieces = min(KEYS, segment.keys - start + a.box - 1) / a.box;
-                hopper::barrier_expect(ready + slot, pieces * a.box * D * 2);
-#pragma unroll 1
-                for (int i = 0; i < pieces; ++i) {
-                    int const at = start + i * a.box;
-                    int const row = a.page ? pages[at / a.page] : segment.row;
-                    int const token = a.page ? at % a.page : segment.key_start + at;
-#pragma unroll 1
+                auto const ask = [&](int token, int row, int at) {
+#pragma unroll
                     for (int half = 0; half < D / 64; ++half)
-                        hopper::tma_load(to + (half * KEYS + i * a.box) * 128, map, ready + slot, half * 64, tile.head,
+                        hopper::tma_load(to + (half * KEYS + at) * 128, map, ready + slot, half * 64, tile.head,
                                          token, row);
+                };
+                if (a.box == KEYS) {  // all is worked out before the wait
+                    int const row = a.page ? pages[start / a.page] : segment.row;
+                    int const token = a.page ? start % a.page : segment.key_start + start;
+                    hopper::barrier_wait(free + slot, turn ^ 1);
+                    hopper::barrier_expect(ready + slot, TILE);
+                    ask(token, row, 0);
+                } else {
+                    int const pieces = min(KEYS, segment.keys - start + a.box - 1) / a.box;
+                    hopper::barrier_wait(free + slot, turn ^ 1);
+                    hopper::barrier_expect(ready + slot, pieces * a.box * D * 2);
+#pragma unroll 1
+                    for (int i = 0; i < pieces; ++i) {
+                        int const at = start + i * a.box;
+                        ask(at % a.page, pages[at / a.page], i * a.box);
+                    }
                 }
                 if (++slot == RING) slot = 0, turn ^= 1;
             };
 #pragma unroll 1
             for (int j = 0; j < tile.blocks; ++j) {
                 fetch(&key_map, tile.first + j * KEYS);
-                if (j == 0) hand_out();
                 fetch(&value_map, tile.first + j * KEYS);
             }
             item = following;
         }
     }
 
-    hopper::registers_grow<PART ? 216 : KEPT ? 232 : 152>();
+    hopper::registers_grow<PART ? 200 : KEPT ? 224 : 152>();
     int const group = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);  // so that the compiler knows it is one a warp
     int const thread = threadIdx.x % 128, lane = threadIdx.x % 32;
     int const row = group * 64 + thread / 32 * 16 + lane / 4, column = lane % 4 * 2, heads = a.kv * a.group;
     uint64_t const k_at = hopper::k_major(ring), v_at = hopper::mn_major(ring, KEYS * 128);
+    // Not swizzled, 8 by 8 after 8 by 8.
+    uint64_t const ones_at = 8ull << 32 | 8ull << 16 | (hopper::shared_address(ones) & 0x3ffff) >> 4;
     uint8_t* const rows_out = totals + threadIdx.x / 32 * (KEPT ? 32 * D : 64 * D);
     float4* const total_mine = reinterpret_cast<float4*>(rows_out) + lane;
-    uint32_t step = 0;  // blocks of keys before this tile
+    Ring<RING> keys = {};  // where the next ones will be
     for (int n = 0;; ++n) {
         int const place = n % PLACES * COUNT + group;
         hopper::barrier_wait(q_full + place, n / PLACES % 2);
-        int const item = __shfl_sync(0xffffffff, lane == 0 ? given[place] : 0, 0);  // of the lane that arrives below
-        if (item < 0) return;
-        Tile<COUNT, PART> const tile(a, item);
+        Tile<COUNT, PART> const tile = of_warp(board[n % POSTED]);
+        if (tile.blocks == 0) return;
         Segment const& segment = tile.segment;
-        int const first = tile.first, blocks = tile.blocks;
+        int const first = tile.first;
         uint8_t* const q_mine = q_tiles + place * TILE;
+        auto const head_of = [&](int of) { return tile.head * a.group + a.head_of(of); };
         if (!boxed) {
             for (int i = thread; i < 64 * D / 8; i += 128) {
-                int const r = i / (D / 8), of = group * 64 + r, query = tile.query + of / a.group;
+                int const r = i / (D / 8), of = group * 64 + r, query = tile.query + a.query_of(of);
                 uint4 chunk = {};
-                if (query < segment.queries && of / a.group < tile.span && i % (D / 8) * 8 < a.width) {
+                if (query < segment.queries && a.query_of(of) < tile.span && i % (D / 8) * 8 < a.width) {
                     int64_t const at = segment.row * a.q.row + (segment.query_start + query) * a.q.token;
-                    int64_t const head = (tile.head * a.group + of % a.group) * a.q.head + i % (D / 8) * 8;
+                    int64_t const head = head_of(of) * a.q.head + i % (D / 8) * 8;
                     chunk = *reinterpret_cast<uint4 const*>(static_cast<Element const*>(a.query) + at + head);
                 }
                 *reinterpret_cast<uint4*>(q_mine + swizzled(r, i % (D / 8), 64)) = chunk;
@@ -211,9 +240,12 @@ __global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_for
         }
 
         int const last = segment.queries - 1;
-        int const position[2] = {tile.before + min(tile.query + row / a.group, last),
-                                 tile.before + min(tile.query + (row + 8) / a.group, last)};
-        int const low = tile.before + min(tile.query + group * 64 / a.group, last);
+        int const position[2] = {tile.before + min(tile.query + a.query_of(row), last),
+                                 tile.before + min(tile.query + a.query_of(row + 8), last)};
+        int const low = tile.before + min(tile.query + a.query_of(group * 64), last);
+        int const high = tile.before + min(tile.query + a.query_of(group * 64 + 63), last);
+        // Of this warpgroup, the last rows of which may be too early for the last block.
+        int const blocks = max(min(tile.blocks, (high - first) / KEYS + 1), 1);
         int const full = a.window > 0 ? first : (low + 1) / KEYS * KEYS;  // blocks below it are seen whole by every row
 
         // The state of a row: its scaled maximum m, its mass, and in acc the sum of exp2(scores - m)·v. Two rows a
@@ -230,16 +262,12 @@ __global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_for
         for (int i = 0; i < (KEPT && !PART ? D / 8 : 1); ++i) kept[i] = float4{};
 
         uint64_t const q_at = hopper::k_major(q_mine);
-        // Of the keys of block j, 2 * j; of its values, 2 * j + 1.
-        auto const place_of = [&](int number) { return (2 * step + number) % RING; };
-        auto const wait_for = [&](int number) {
-            hopper::barrier_wait(ready + place_of(number), (2 * step + number) / RING % 2);
+        auto const wait_for = [&](Ring<RING> const& place) { hopper::barrier_wait(ready + place.slot, place.turn); };
+        auto const release = [&](Ring<RING> const& place) {
+            if (lane == 0) hopper::barrier_arrive(free + place.slot);
         };
-        auto const release = [&](int number) {
-            if (lane == 0) hopper::barrier_arrive(free + place_of(number));
-        };
-        auto const multiply_keys = [&](int j) {  // after wait_for(2 * j)
-            uint64_t const keys = k_at + place_of(2 * j) * (TILE / 16);
+        auto const multiply_keys = [&](int slot) {
+            uint64_t const keys = k_at + slot * (TILE / 16);
             hopper::registers_fence(scores);
             hopper::wgmma_fence();
 #pragma unroll
@@ -249,70 +277,79 @@ __global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_for
             }
             hopper::wgmma_commit();
         };
-        auto const multiply_values = [&](int j) {  // after wait_for(2 * j + 1)
+        auto const multiply_values = [&](int slot, int j) {  // and sum the rows
             int const known = segment.keys - first - j * KEYS;
             if (known < KEYS) {  // what stands past the last key may be NaN, and 0·NaN is NaN
                 for (int i = thread; i < (KEYS - known) * (D / 8); i += 128) {
                     int const at = swizzled(KEYS - 1 - i / (D / 8), i % (D / 8), KEYS);
-                    *reinterpret_cast<uint4*>(ring + place_of(2 * j + 1) * TILE + at) = uint4{};
+                    *reinterpret_cast<uint4*>(ring + slot * TILE + at) = uint4{};
                 }
                 hopper::async_fence();
                 hopper::group_sync(1 + group, 128);
             }
-            uint64_t const values = v_at + place_of(2 * j + 1) * (TILE / 16);
+            uint64_t const values = v_at + slot * (TILE / 16);
             hopper::registers_fence(acc);
+            hopper::registers_fence(mass);
             hopper::wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < KEYS / 16; ++k) hopper::Wgmma<Element, 8>::left(mass, p[k], ones_at, 1);
 #pragma unroll
             for (int k = 0; k < KEYS / 16; ++k)
                 hopper::Wgmma<Element, D, hopper::K_MAJOR, hopper::MN_MAJOR>::left(
                     acc, p[k], values + k * hopper::MN_STEP, 1);
             hopper::wgmma_commit();
         };
-        auto const weigh_as = [&](int j, bool masked) {  // scores become exp2(scores - m)
+        float base[2];  // what the exponents of a row are counted from
+        auto const maxima_of = [&](int j, bool masked) {
             int const start = first + j * KEYS;
             if (masked) {
                 int const reach = a.window > 0 ? a.window : 1 << 30;
 #pragma unroll
-                for (int i = 0; i < 32; ++i) {
-                    int const apart = position[i / 2 % 2] - start - column - (i / 4 * 8 + i % 2);
-                    scores[i] = (apart >= 0) & (apart < reach) ? scores[i] : -INFINITY;
+                for (int i = 0; i < 32; ++i) {  // a row sees the `reach` columns up to its own
+                    int const own = position[i / 2 % 2] - start - column, at = i / 4 * 8 + i % 2;
+                    if (at > own || at <= own - reach) scores[i] = -INFINITY;
                 }
             }
+            float top[2] = {scores[0], scores[2]};
+#pragma unroll
+            for (int i = 0; i < 32; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], scores[i]);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                float top = scores[2 * r];
-#pragma unroll
-                for (int i = 0; i < 32; ++i)
-                    if (i / 2 % 2 == r) top = fmaxf(top, scores[i]);
-                top = fmaxf(m[r], __fmul_rn(row_max(top), a.scale));
-                float const base = no_infinity(top);
-#pragma unroll
-                for (int i = 0; i < 32; ++i)
-                    if (i / 2 % 2 == r) scores[i] = exp2_of(__fmaf_rn(scores[i], a.scale, -base));
-                rescale[r] = exp2_of(__fsub_rn(m[r], base));
-                m[r] = top;
+                top[r] = fmaxf(m[r], __fmul_rn(row_max(top[r]), a.scale));
+                base[r] = no_infinity(top[r]);
+                rescale[r] = __fsub_rn(m[r], base[r]);
+                m[r] = top[r];
             }
         };
-        // Twice the code: the compiler carries no exponentials out of a branch and behind the wait for the sums.
-        auto const weigh = [&](int j) {
+        // Twice the code: the compiler moves what follows, the wait for the sums, in front of no branch.
+        auto const maxima = [&](int j) {
             if (first + j * KEYS >= full) {
-                weigh_as(j, true);
-                hopper::registers_fence(scores);
+                maxima_of(j, true);
                 asm volatile("// some rows do not see all");
             } else {
-                weigh_as(j, false);
-                hopper::registers_fence(scores);
+                maxima_of(j, false);
                 asm volatile("// every row sees all");
             }
         };
-        auto const sum_rows = [&] {  // and round them for the product with the values
+        auto const exponentials = [&] {  // scores become exp2(scores - m), rounded for the product with the values
 #pragma unroll
-            for (int k = 0; k < KEYS / 16; ++k) {
+            for (int r = 0; r < 2; ++r) rescale[r] = exp2_of(rescale[r]);
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    p[k][i] = hopper::pack(scores[8 * k + 2 * i], scores[8 * k + 2 * i + 1], Element());
-                add_rows<Element>(mass, p[k]);
-            }
+            for (int i = 0; i < 32; ++i) scores[i] = exp2_of(__fmaf_rn(scores[i], a.scale, -base[i / 2 % 2]));
+#pragma unroll
+            for (int i = 0; i < KEYS / 4; ++i)
+                p[i / 4][i % 4] = hopper::pack(scores[2 * i], scores[2 * i + 1], Element());
+        };
+        auto const rescale_sums = [&] {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) mass[i] = __fmul_rn(mass[i], rescale[i / 2]);
+#pragma unroll
+            for (int i = 0; i < D / 2; ++i) acc[i] = __fmul_rn(acc[i], rescale[i / 2 % 2]);
+        };
+        auto const wait_for_sums = [&] {
+            hopper::wgmma_wait<0>();
+            hopper::registers_fence(acc);
+            hopper::registers_fence(mass);
         };
         auto const fold = [&](float const(&ended)[2], float const(&ended_mass)[2], bool last) {
             if constexpr (!PART) {
@@ -339,59 +376,64 @@ __global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_for
             }
         };
 
-        wait_for(0);
-        multiply_keys(0);
+        // So that the compiler knows it is one a warp.
+        keys.slot = __shfl_sync(0xffffffff, keys.slot, 0), keys.turn = __shfl_sync(0xffffffff, keys.turn, 0);
+        Ring<RING> values = keys;
+        values.advance(1);
+        wait_for(keys);
+        multiply_keys(keys.slot);
         hopper::wgmma_wait<0>();
         hopper::registers_fence(scores);
-        release(0);
-        weigh(0);
-        sum_rows();
-        wait_for(1);
-        int border = PART ? 0 : a.schedule.start(a.schedule.of(first) + 1);  // where the next split starts
+        release(keys);
+        keys.advance(2);
+        maxima(0);
+        exponentials();
+        int border = tile.border;  // where the next split starts
         for (int j = 1; j < blocks; ++j) {
             // The scores of this block and the sums of the one before are in flight together.
-            wait_for(2 * j);
-            multiply_keys(j);
-            multiply_values(j - 1);
+            wait_for(keys);
+            multiply_keys(keys.slot);
+            wait_for(values);
+            multiply_values(values.slot, j - 1);
             hopper::wgmma_wait<1>();
             hopper::registers_fence(scores);
-            release(2 * j);
+            release(keys);
+            keys.advance(2);
+            if (j + 1 == blocks && lane == 0) hopper::barrier_arrive(q_free + place);
             bool const fresh = first + j * KEYS == border;
             float const ended[2] = {m[0], m[1]};
             if (fresh) m[0] = m[1] = -INFINITY;  // then rescale is 0
-            weigh(j);
-            hopper::registers_fence(scores);
-            wait_for(2 * j + 1);
-            hopper::wgmma_wait<0>();
-            hopper::registers_fence(acc);
-            release(2 * j - 1);
+            maxima(j);
+            wait_for_sums();  // before the exponentials, so that the place of the values is free early
+            release(values);
+            values.advance(2);
             if (fresh) {
                 float const ended_mass[2] = {mass[0], mass[2]};
                 fold(ended, ended_mass, false);
-                border = a.schedule.start(a.schedule.of(border) + 1);
+                border += border < a.schedule.change ? a.schedule.early : a.schedule.late;
             }
-#pragma unroll
-            for (int i = 0; i < 4; ++i) mass[i] = __fmul_rn(mass[i], rescale[i / 2]);
-#pragma unroll
-            for (int i = 0; i < D / 2; ++i) acc[i] = __fmul_rn(acc[i], rescale[i / 2 % 2]);
-            sum_rows();
+            exponentials();
+            rescale_sums();
         }
-        if (lane == 0) hopper::barrier_arrive(q_free + place);
-        multiply_values(blocks - 1);
-        hopper::wgmma_wait<0>();
-        hopper::registers_fence(acc);
-        release(2 * blocks - 1);
+        if (blocks == 1 && lane == 0) hopper::barrier_arrive(q_free + place);
+        wait_for(values);
+        multiply_values(values.slot, blocks - 1);
+        wait_for_sums();
+        release(values);
         float const ended_mass[2] = {mass[0], mass[2]};
         fold(m, ended_mass, true);
-        step += blocks;
+        for (int i = blocks; i < tile.blocks; ++i) {
+            wait_for(keys), release(keys), keys.advance(1);
+            wait_for(keys), release(keys), keys.advance(1);
+        }
 
         int64_t const slot = static_cast<int64_t>(segment.row) * a.queries + segment.query_start;
         if constexpr (PART) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                int const of = row + 8 * r, query = tile.query + of / a.group;
-                if (query >= segment.queries || of / a.group >= tile.span) continue;
-                int64_t const cell = (tile.split * a.slots + slot + query) * heads + tile.head * a.group + of % a.group;
+                int const of = row + 8 * r, query = tile.query + a.query_of(of);
+                if (query >= segment.queries || a.query_of(of) >= tile.span) continue;
+                int64_t const cell = (tile.split * a.slots + slot + query) * heads + head_of(of);
                 if (column == 0) a.part_m[cell] = m[r], a.part_mass[cell] = mass[2 * r];
 #pragma unroll
                 for (int i = 0; i < D / 8; ++i)
@@ -405,8 +447,8 @@ __global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_for
         __syncwarp();  // the totals of the warp have been read: their place holds the rows on the way out
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            int const of = row + 8 * r, query = tile.query + of / a.group, head = tile.head * a.group + of % a.group;
-            bool const live = query < known && of / a.group < tile.span;
+            int const of = row + 8 * r, query = tile.query + a.query_of(of), head = head_of(of);
+            bool const live = query < known && a.query_of(of) < tile.span;
             Finish const finish(total_m[r], total_mass[r], a.sinks == nullptr ? nullptr : a.sinks + head);
             if (live && column == 0) a.lse[(slot + query) * heads + head] = finish.lse;
 #pragma unroll
@@ -418,32 +460,15 @@ __global__ __launch_bounds__(COUNT * 128 + 128, PART ? 2 : 1) void attention_for
         }
         __syncwarp();
         for (int i = lane; i < 16 * D / 8; i += 32) {
-            int const of = group * 64 + thread / 32 * 16 + i / (D / 8), query = tile.query + of / a.group;
-            if (query >= known || of / a.group >= tile.span || i % (D / 8) * 8 >= a.width) continue;
-            int64_t const cell = (slot + query) * heads + tile.head * a.group + of % a.group;
+            int const of = group * 64 + thread / 32 * 16 + i / (D / 8), query = tile.query + a.query_of(of);
+            if (query >= known || a.query_of(of) >= tile.span || i % (D / 8) * 8 >= a.width) continue;
+            int64_t const cell = (slot + query) * heads + head_of(of);
             *reinterpret_cast<uint4*>(static_cast<Element*>(a.out) + cell * a.width + i % (D / 8) * 8) =
                 *reinterpret_cast<uint4 const*>(rows_out + swizzled(i / (D / 8), i % (D / 8), 16));
         }
         __syncwarp();
     }
 }
-
-// The segment that holds a slot, or -1: a warp looks through the table.
-__device__ __forceinline__ int segment_of(int const* table, int segments, int row, int token, int column) {
-    int found = -1;
-    for (int i = threadIdx.x % 32; i < segments; i += 32) {
-        int const* const line = table + i * 5;
-        // Past L1, for a kernel that has not waited yet: see the fold.
-        int const at = __ldcg(line), start = __ldcg(line + column), length = __ldcg(line + column + 1);
-        if ((at == row) & (token >= start) & (token < start + length)) found = i;
-    }
-    return __reduce_max_sync(0xffffffff, found);
-}
-
-template <int N>
-struct alignas(4 * N) Numbers {
-    float of[N];
-};
 
 // A warp folds the splits of one query head of a slot upward. A pad gets 0 and -inf; what is longer than promised, NaN.
 template <typename Element, int D>
@@ -619,10 +644,11 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
     uint8_t* const g_tile = q_tile + STAGES * TILE;
     auto* const stats = reinterpret_cast<float4*>(g_tile + STAGES * TILE);  // of two queries
     auto* const full = reinterpret_cast<uint64_t*>(stats + STAGES * 32);
-    uint64_t* const ready = full + STAGES;
-    constexpr int FREE = 4;  // the hardware barrier of stage 0
+    uint64_t *const free = full + STAGES, *const ready = free + STAGES;
 
-    int const head = blockIdx.x % a.kv, line = blockIdx.x / a.kv % a.segments, tile = blockIdx.x / a.kv / a.segments;
+    // The tiles of a sample side by side, so that its queries and gradients stay in L2.
+    int const tiles = gridDim.x / (a.kv * a.segments), place = blockIdx.x / a.kv;
+    int const head = blockIdx.x % a.kv, line = place / tiles, tile = place % tiles;
     Segment const segment(a.table + line * 5);
     if (tile * 128 >= segment.keys) return;
     int const before = segment.keys - segment.queries;  // keys before the first query
@@ -633,7 +659,7 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
 
     if (threadIdx.x == 0) {
         hopper::barrier_init(ready, 1);
-        for (int i = 0; i < STAGES; ++i) hopper::barrier_init(full + i, 33);
+        for (int i = 0; i < STAGES; ++i) hopper::barrier_init(full + i, 33), hopper::barrier_init(free + i, 256);
         hopper::barrier_init_fence();
     }
     __syncthreads();
@@ -653,7 +679,7 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
         }
         for (int j = 0; j < blocks; ++j) {
             int const stage = j % STAGES, member = head * a.group + j / run, start = (begin + j % run) * KEYS;
-            if (j >= STAGES) hopper::group_sync(FREE + stage, 288);  // the consumers have done with it
+            hopper::barrier_wait(free + stage, j / STAGES % 2 ^ 1);  // the consumers have done with it
             int const first = start - before;  // may be negative: rows that the consumers clear
             int64_t const line_of = static_cast<int64_t>(segment.row) * a.kv * a.group + member;
             float2 const* const line_stats = a.stats + line_of * a.queries + segment.query_start;
@@ -751,7 +777,7 @@ __global__ __launch_bounds__(384, 1) void attention_dkv_kernel(
             hopper::registers_fence(dk);
             hopper::registers_fence(dv);
         }
-        if (j + STAGES < blocks) hopper::group_arrive(FREE + stage, 288);
+        hopper::barrier_arrive(free + stage);  // every thread, for the stats that it read itself
     }
 
     // The keys and values of this warpgroup are no longer needed: their place holds the gradients on the way out.
@@ -789,7 +815,7 @@ __global__ __launch_bounds__(384, 1) void attention_dq_kernel(
     auto* const full = reinterpret_cast<uint64_t*>(v_tile + STAGES * TILE);
     uint64_t* const free = full + STAGES;
 
-    int const head = blockIdx.x % a.kv, line = blockIdx.x / a.kv % a.segments, rest = blockIdx.x / a.kv / a.segments;
+    int const head = blockIdx.x % a.kv, line = blockIdx.x / a.kv / a.tiles, rest = blockIdx.x / a.kv % a.tiles;
     Segment const segment(a.table + line * 5);
     int const tile = a.tiles - 1 - rest, span = 128 / a.group, before = segment.keys - segment.queries;
     if (tile * span >= segment.queries) return;
@@ -957,16 +983,25 @@ cudaError_t clear_pads(void* x, float* lse, int* taken, int const* table, int se
 template <typename Element, int D, int COUNT, bool PART, int RING, int PLACES>
 cudaError_t launch_forward(CUtensorMap const (&maps)[3], Forward const& a, int64_t blocks, cudaStream_t stream) {
     int const totals = PART ? 0 : COUNT < GROUPS ? COUNT : 2 * COUNT;
-    int const bytes = (PLACES * COUNT + RING + totals) * KEYS * D * 2 + RING * 16 + PLACES * COUNT * 20 + 16;
+    int const barriers = 2 * (RING + PLACES * COUNT) + POSTED, board = POSTED * sizeof(Tile<COUNT, PART>);
+    int const bytes = (PLACES * COUNT + RING + totals) * KEYS * D * 2 + barriers * 8 + board + 256;
     return launch(attention_forward_kernel<Element, D, COUNT, PART, RING, PLACES>, blocks, COUNT * 128 + 128, bytes,
                   true, stream, maps[0], maps[1], maps[2], a);
 }
 
 template <typename Element, int D>
 cudaError_t run_forward(Forward a, void const* key, void const* value, int64_t key_rows, int64_t key_tokens,
-                        Strides const& k, Strides const& v, int64_t rows, cudaStream_t stream) {
+                        Strides const& k, Strides const& v, int64_t rows, int64_t share, cudaStream_t stream) {
     CUtensorMap maps[3];
     int const heads = a.kv * a.group;
+    if (share > 0) {
+        RLSPEC_TRY(map_tokens<Element>(&maps[1], key, key_rows, key_tokens, a.kv, a.width, k, a.box));
+        RLSPEC_TRY(map_tokens<Element>(&maps[2], value, key_rows, key_tokens, a.kv, a.width, v, a.box));
+        a.key = key, a.value = value, a.k = k, a.v = v, a.key_rows = key_rows, a.key_tokens = key_tokens;
+        auto const launch_with = [&](auto run) { return run(a, maps[1], maps[2], stream); };
+        if (a.limit * a.group > 8) return launch_with(run_decode<Element, D, 32, 1>);
+        return launch_with(share > 1 ? run_decode<Element, D, 8, D / 64> : run_decode<Element, D, 8, 1>);
+    }
     if (64 % a.group == 0)
         RLSPEC_TRY(map_tokens<Element>(&maps[0], a.query, rows, a.queries, heads, a.width, a.q, 64 / a.group, a.group));
     RLSPEC_TRY(map_tokens<Element>(&maps[1], key, key_rows, key_tokens, a.kv, a.width, k, a.box));
@@ -1014,7 +1049,7 @@ cudaError_t run_backward(Backward a, void const* key, void const* value, int64_t
                                         : attention_delta_kernel<Element, D>;
     RLSPEC_TRY(launch(delta, (a.slots * heads * (a.width / 8) + 127) / 128, 128, 0, false, stream, a));
     int64_t const samples = static_cast<int64_t>(a.kv) * a.segments;
-    int const for_dkv = (4 + 2 * DKV) * TILE + DKV * (512 + 8) + 8, for_dq = (4 + 2 * DQ) * TILE + DQ * 16;
+    int const for_dkv = (4 + 2 * DKV) * TILE + DKV * (512 + 16) + 8, for_dq = (4 + 2 * DQ) * TILE + DQ * 16;
     RLSPEC_TRY(launch(attention_dkv_kernel<Element, D, DKV>, samples * ((max_key + 127) / 128), 384, for_dkv, false,
                       stream, query_map, grad_map, key_map, value_map, a));
     a.tiles = (max_query + 128 / a.group - 1) / (128 / a.group);
@@ -1033,27 +1068,27 @@ cudaError_t run_backward(Backward a, void const* key, void const* value, int64_t
 
 using namespace rlspec;
 
-
-// `part`, `part_m` and `part_mass` null: splits are folded in place. `scale` holds log2(e) too.
+// `part`, `part_m` and `part_mass` null: splits are folded in place. `scale` holds log2(e) too. `share`, if not 0: by
+// the kernel of decode.cuh, with so many blocks of threads a split, for at most 32 rows a key head.
 extern "C" int attention_forward(
     void const* query, void const* key, void const* value, int const* table, int const* pages, float const* sinks,
     void* out, float* lse, int* taken, float* part, float* part_m, float* part_mass, int64_t dtype, int64_t width,
     int64_t rows, int64_t queries, int64_t key_rows, int64_t key_tokens, int64_t kv, int64_t group, int64_t q_row,
     int64_t q_token, int64_t q_head, int64_t k_row, int64_t k_token, int64_t k_head, int64_t v_row, int64_t v_token,
     int64_t v_head, int64_t segments, int64_t max_query, int64_t splits, int64_t listed, int64_t page, int64_t window,
-    int64_t early, int64_t change, int64_t late, float scale, cudaStream_t stream) {
+    int64_t early, int64_t change, int64_t late, int64_t share, float scale, cudaStream_t stream) {
     Forward a = {};
     a.query = query, a.table = table, a.pages = pages, a.sinks = sinks, a.out = out, a.lse = lse;
     a.taken = taken, a.part = part, a.part_m = part_m, a.part_mass = part_mass;
     a.q = {q_row, q_token, q_head}, a.slots = rows * queries, a.scale = scale;
     a.segments = int(segments), a.splits = int(splits);
     a.queries = int(queries), a.listed = int(listed), a.page = int(page), a.kv = int(kv), a.group = int(group);
-    a.width = int(width), a.limit = int(max_query);
+    a.width = int(width), a.limit = int(max_query), a.inverse = 65536 / int(group) + 1;
     a.box = page > 0 && page < KEYS ? int(page) : KEYS, a.window = int(window);
     a.schedule = {int(early), int(change), int(late)};
     Strides const k = {k_row, k_token, k_head}, v = {v_row, v_token, v_head};
     auto const run = [&](auto runner) {
-        return runner(a, key, value, key_rows, key_tokens, k, v, rows, stream);
+        return runner(a, key, value, key_rows, key_tokens, k, v, rows, share, stream);
     };
     if (dtype == BF16 && width <= 64) return run(run_forward<__nv_bfloat16, 64>);
     if (dtype == BF16 && width == 128) return run(run_forward<__nv_bfloat16, 128>);

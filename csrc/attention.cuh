@@ -24,6 +24,7 @@ struct Schedule {
 // A line of the table of segments.
 struct Segment {
     int row, query_start, queries, key_start, keys;
+    Segment() = default;
     __device__ explicit Segment(int const* line)
         : row(line[0]), query_start(line[1]), queries(line[2]), key_start(line[3]), keys(line[4]) {}
 };
@@ -51,26 +52,6 @@ __device__ __forceinline__ float row_max(float x) {
 // Where 16 bytes, number `chunk` of row `row`, stand in a tile of `rows` rows of 64·n elements of 16 bits.
 __device__ __forceinline__ int swizzled(int row, int chunk, int rows) {
     return (chunk >> 3) * rows * 128 + row * 128 + ((chunk & 7) ^ (row & 7)) * 16;
-}
-
-// D[16, 8] += A[16, 16]·1, columns alike: sums of rows on the matrix unit, in its order.
-template <typename Element>
-__device__ __forceinline__ void add_rows(float (&d)[4], uint32_t const (&a)[4]);
-template <>
-__device__ __forceinline__ void add_rows<__nv_bfloat16>(float (&d)[4], uint32_t const (&a)[4]) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(0x3f803f80u));
-}
-template <>
-__device__ __forceinline__ void add_rows<__half>(float (&d)[4], uint32_t const (&a)[4]) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(0x3c003c00u));
 }
 
 // A finished split on top of the splits before it; one in which the row saw nothing changes nothing.
@@ -130,6 +111,45 @@ struct Finish {
         lse = __fmul_rn(__fadd_rn(m, log2_of(mass)), LN2);
     }
     __device__ float operator()(float x) const { return __fmul_rn(sunk ? __fmul_rn(x, before) : x, inverse); }
+};
+
+// What a forward is called with, and how its tiles are dealt.
+struct Forward {
+    void const *query, *key, *value;
+    int const *table, *pages;
+    float const* sinks;
+    void* out;
+    float *lse, *part, *part_m, *part_mass;
+    int* taken;  // tiles handed out beyond one a block of threads
+    Strides q, k, v;
+    int64_t key_rows, key_tokens;
+    int64_t slots;  // rows · queries
+    float scale;    // holds log2(e) too
+    int items, segments, tiles, splits, queries, limit;  // a sample has at most `limit` queries
+    int near;  // pairs of a key head and a sample whose tiles are taken side by side
+    int listed, page, box, kv, group, width, window;
+    int inverse;  // of group, times 65536 and rounded up
+    Schedule schedule;
+    // A row of a tile belongs to one of its queries, and to a head of the group.
+    __device__ __forceinline__ int query_of(int row) const { return row * inverse >> 16; }
+    __device__ __forceinline__ int head_of(int row) const { return row - query_of(row) * group; }
+};
+
+// The segment that holds a slot, or -1: a warp looks through the table.
+__device__ __forceinline__ int segment_of(int const* table, int segments, int row, int token, int column) {
+    int found = -1;
+    for (int i = threadIdx.x % 32; i < segments; i += 32) {
+        int const* const line = table + i * 5;
+        // Past L1, for a kernel that has not waited yet: see the fold.
+        int const at = __ldcg(line), start = __ldcg(line + column), length = __ldcg(line + column + 1);
+        if ((at == row) & (token >= start) & (token < start + length)) found = i;
+    }
+    return __reduce_max_sync(0xffffffff, found);
+}
+
+template <int N>
+struct alignas(4 * N) Numbers {
+    float of[N];
 };
 
 }  // namespace rlspec

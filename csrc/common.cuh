@@ -121,6 +121,11 @@ __device__ __forceinline__ float one_plus_exponential(float x) {
     return __fadd_rn(1.0f, exponential(__fsub_rn(0.0f, x)));
 }
 
+// silu(gate) · up
+__device__ __forceinline__ float swiglu(float gate, float up) {
+    return __fmul_rn(quotient(gate, one_plus_exponential(gate)), up);
+}
+
 // ---- launches ----
 
 // Call `body` with a zero of the type that a dtype names; it returns an error code.

@@ -1,7 +1,9 @@
 // Linear layers whose bits do not depend on the batch: the products of kernels/det_gemm.py, by hand for Hopper.
 //
 //     product    out[m, n] = round( Σ_k x[m, k] · weight[n, k] )        weight [N, K], or [K, N] read as it lies
+//     lean       the same for up to 8 rows, and with it swiglu of gates and ups
 //     resumed    out[m, n] = round( out[m, n] + Σ_k a · b )             the chain goes on from memory
+//     exchanged  the same of fp32, in place; accumulators come and go while the matrix unit works
 //     plain      either of the two for any strides, and for fp32
 //     place_blocks   says where `resumed` finds the rows that a table names
 //
@@ -13,6 +15,7 @@
 // Limits. Tensor memory access wants dense rows that start at multiples of 16 bytes; `plain` wants nothing.
 //
 // Sources: PTX ISA, wgmma and cp.async.bulk.tensor.
+#include "common.cuh"
 #include "gemm.cuh"
 
 namespace rlspec {
@@ -85,24 +88,17 @@ __device__ __forceinline__ void store_here(const float (&acc)[T::HEIGHT][T::COLU
 
 // Tiles that are small or no multiple of 128 bytes wide are stored from registers.
 template <class T, bool SWAP>
-constexpr bool HERE = SWAP || T::COLUMNS % 64 != 0 || T::LINES < T::ROWS;
+constexpr bool HERE = SWAP || T::COLUMNS % 64 != 0;
 
 template <class T, bool SWAP>
 constexpr int BUFFERS = HERE<T, SWAP> ? 0 : T::CONSUMERS * 2 * 8192;
 
-// Products of up to 8 rows are launched behind the kernel before them (launch.cuh). Others are not: where they leave
-// multiprocessors free, the blocks of a next one would crowd there. `at_rest`: no kernel that may still be at work
-// writes the weight, so what fits into the ring of it is loaded before their turn.
-template <class T>
-constexpr bool BEHIND = T::LINES < T::ROWS;
-
 template <class T, bool SWAP>
 __global__ void __launch_bounds__(T::THREADS, 1)
     product(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
-            const __grid_constant__ CUtensorMap stored, const Result out, const int steps, const int at_rest) {
+            const __grid_constant__ CUtensorMap stored, const Result out, const int steps) {
     extern __shared__ uint8_t memory[];
-    uint8_t* loaded = aligned(memory);
-    if (BEHIND<T> && threadIdx.x == 0) next_may_start();
+    uint8_t* loaded = gemm::aligned(memory);
     if (threadIdx.x == 0) map_prefetch(&a), map_prefetch(&b);
     const Barriers barriers = start<T>(loaded, BUFFERS<T, SWAP>);
     const Walk<T> walk(SWAP ? out.columns : out.rows, SWAP ? out.rows : out.columns);
@@ -110,30 +106,13 @@ __global__ void __launch_bounds__(T::THREADS, 1)
     if (threadIdx.x < 128) {
         if constexpr (T::CONSUMERS > 1) registers_shrink<40>();
         if (threadIdx.x == 0) {
-            int early = 0;
-            if constexpr (BEHIND<T>) {
-                static_assert(!SWAP);
-                const Place first = walk.at(blockIdx.x);
-                const int m = first.m * T::ROWS, n = first.n * T::COLUMNS;
-                early = at_rest ? min(steps, T::STAGES) : 0;
-                for (int step = 0; step < early; ++step) {
-                    barrier_expect(barriers.full + step, T::STAGE);
-                    load_stage<T>(loaded + step * T::STAGE, barriers.full + step, nullptr, &b, m, n, step);
-                }
-                wait_for_previous();
-                for (int step = 0; step < early; ++step, ring.next()) {
-                    load_stage<T>(loaded + step * T::STAGE, barriers.full + step, &a, nullptr, m, n, step);
-                }
-            }
             for (int tile = blockIdx.x; tile < walk.count; tile += gridDim.x) {
                 const Place place = walk.at(tile);
-                produce<T>(loaded, barriers, ring, &a, &b, place.m * T::ROWS, place.n * T::COLUMNS, steps,
-                           tile == blockIdx.x ? early : 0);
+                produce<T>(loaded, barriers, ring, &a, &b, place.m * T::ROWS, place.n * T::COLUMNS, steps);
             }
         }
     } else {
         if constexpr (T::CONSUMERS > 1) registers_grow<232>();
-        if (BEHIND<T>) wait_for_previous();  // the result may take the place of what an earlier kernel reads
         const int warpgroup = threadIdx.x / 128 - 1;
         float acc[T::HEIGHT][T::COLUMNS / 2];
         for (int tile = blockIdx.x; tile < walk.count; tile += gridDim.x) {
@@ -159,7 +138,7 @@ struct Operand {
 };
 
 template <class T, bool SWAP>
-cudaError_t launch_product(Operand x, Operand weight, Result out, int64_t width, bool at_rest, cudaStream_t stream) {
+cudaError_t launch_product(Operand x, Operand weight, Result out, int64_t width, cudaStream_t stream) {
     using Element = typename T::Element;
     const Operand a = SWAP ? weight : x, b = SWAP ? x : weight;
     CUtensorMap a_map, b_map, stored = {};
@@ -177,16 +156,139 @@ cudaError_t launch_product(Operand x, Operand weight, Result out, int64_t width,
     const int steps = static_cast<int>((width - 1) / T::PACE + 1);
     const Walk<T> walk(SWAP ? out.columns : out.rows, SWAP ? out.rows : out.columns);
     constexpr int shared = shared_bytes<T>(BUFFERS<T, SWAP>);
-    const int rests = at_rest;
     int blocks = 0;
     RLSPEC_TRY(steady_blocks(reinterpret_cast<const void*>(product<T, SWAP>), walk.count, shared, &blocks));
-    if constexpr (BEHIND<T>) {
-        return launch_behind(product<T, SWAP>, blocks, T::THREADS, shared, stream, a_map, b_map, stored, out, steps,
-                             rests);
+    product<T, SWAP><<<blocks, T::THREADS, shared, stream>>>(a_map, b_map, stored, out, steps);
+    return cudaGetLastError();
+}
+
+// ---- product of up to 8 rows ----
+// All that counts is that the weight comes without a stop. So these are launched behind the kernel before them
+// (launch.cuh); others are not: where they leave multiprocessors free, the blocks of a next one would crowd there. At
+// its start a block loads what fits into its ring of a weight that is `at_rest`, which no kernel that may still be at
+// work writes; x follows in its turn. When its last load is under way, the next kernel may start.
+//
+// GATED: the weight has a row for each gate, then one for each up. Of a tile half the columns are gates, half are ups
+// of the same numbers, so a thread has both, and activated = swiglu(gate, up) of the rounded results.
+
+constexpr int LEAN_THREADS = 160;  // four warps that multiply and one that loads
+
+template <class T, bool GATED>
+constexpr int WIDE = GATED ? T::COLUMNS / 2 : T::COLUMNS;  // rows of the weight side by side
+
+// One number and the next of a row, of which `left` are inside.
+template <typename Out>
+__device__ __forceinline__ void store_two(Out* to, Out first, Out second, int left, bool even) {
+    if (even && left > 1) {
+        *reinterpret_cast<Two<Out>*>(to) = {first, second};
     } else {
-        product<T, SWAP><<<blocks, T::THREADS, shared, stream>>>(a_map, b_map, stored, out, steps, rests);
-        return cudaGetLastError();
+        if (left > 0) to[0] = first;
+        if (left > 1) to[1] = second;
     }
+}
+
+// A tile from registers. The 64 rows of the matrix unit are 8 times the same 8: a warp stores every fourth 8 columns.
+template <class T, bool GATED, typename Out>
+__device__ __forceinline__ void store_lean(const float (&acc)[T::COLUMNS / 2], Result out, void* activated, int n) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4;
+    const int columns = GATED ? out.columns / 2 : out.columns;
+    if (row >= out.rows) return;
+    Out* of_row = static_cast<Out*>(out.data) + static_cast<int64_t>(row) * out.columns;
+#pragma unroll
+    for (int j = 0; j < WIDE<T, GATED> / 8; ++j) {
+        if (j % 4 != warp) continue;
+        const int column = n + 8 * j + 2 * (lane % 4), left = columns - column;
+        const Out first = rounded<Out>(acc[4 * j]), second = rounded<Out>(acc[4 * j + 1]);
+        store_two(of_row + column, first, second, left, columns % 2 == 0);
+        if constexpr (GATED) {
+            const float* up = acc + WIDE<T, GATED> / 2 + 4 * j;
+            const Out third = rounded<Out>(up[0]), fourth = rounded<Out>(up[1]);
+            store_two(of_row + columns + column, third, fourth, left, columns % 2 == 0);
+            store_two(static_cast<Out*>(activated) + static_cast<int64_t>(row) * columns + column,
+                      rounded<Out>(swiglu(widen(first), widen(third))),
+                      rounded<Out>(swiglu(widen(second), widen(fourth))), left, columns % 2 == 0);
+        }
+    }
+}
+
+template <class T, bool GATED>
+__global__ void __launch_bounds__(LEAN_THREADS, 1)
+    lean(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, const Result out,
+         void* activated, const int steps, const int tiles, const int at_rest) {
+    extern __shared__ uint8_t memory[];
+    uint8_t* loaded = gemm::aligned(memory);
+    const bool loads = threadIdx.x == 128;
+    if (loads) map_prefetch(&a), map_prefetch(&b);
+    const Barriers barriers = start<T>(loaded, 0);
+    Ring<T::STAGES> ring;
+    const auto load_x = [&](int step) {
+        uint8_t* to = loaded + ring.stage * T::STAGE;
+#pragma unroll
+        for (int i = 0; i < T::SLABS; ++i) {
+            tma_load(to + i * T::A_SLAB, &a, barriers.full + ring.stage, step * T::PACE + i * SLAB, 0);
+        }
+    };
+    const auto load_weight = [&](int step, int n) {
+        uint8_t* to = loaded + ring.stage * T::STAGE + T::SLABS * T::A_SLAB;
+        barrier_expect(barriers.full + ring.stage, T::STAGE);
+#pragma unroll
+        for (int i = 0; i < T::SLABS * (GATED ? 2 : 1); ++i) {
+            const int slab = GATED ? i / 2 : i, line = GATED && i % 2 ? out.columns / 2 + n : n;
+            tma_load_once(to + i * WIDE<T, GATED> * SLAB * 2, &b, barriers.full + ring.stage,
+                          step * T::PACE + slab * SLAB, line);
+        }
+    };
+    if (threadIdx.x >= 128) {
+        if (!loads) return;
+        const int early = at_rest ? min(steps, T::STAGES) : 0;
+        for (int step = 0; step < early; ++step, ring.next()) load_weight(step, blockIdx.x * WIDE<T, GATED>);
+        wait_for_previous();
+        ring = {};
+        for (int step = 0; step < early; ++step, ring.next()) load_x(step);
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            for (int step = tile == blockIdx.x ? early : 0; step < steps; ++step, ring.next()) {
+                barrier_wait(barriers.empty + ring.stage, ring.parity ^ 1);
+                load_weight(step, tile * WIDE<T, GATED>);
+                load_x(step);
+            }
+        }
+        next_may_start();
+    } else {
+        wait_for_previous();  // the result may take the place of what an earlier kernel reads
+        float acc[1][T::COLUMNS / 2];
+        for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+            registers_fence(acc[0]);
+            for (int step = 0; step < steps; ++step, ring.next()) {
+                barrier_wait(barriers.full + ring.stage, ring.parity);
+                multiply_stage<T>(acc, loaded + ring.stage * T::STAGE, 0, step > 0);
+                wgmma_wait<0>();
+                release(barriers, ring.stage);  // at once: loads under way count for more than the matrix unit
+            }
+            registers_fence(acc[0]);
+            with_type(out.type, [&](auto type) {
+                store_lean<T, GATED, decltype(type)>(acc[0], out, activated, tile * WIDE<T, GATED>);
+            });
+            __syncwarp();
+        }
+    }
+}
+
+template <class T, bool GATED>
+cudaError_t launch_lean(Operand x, Operand weight, Result out, void* activated, int64_t width, bool at_rest,
+                        cudaStream_t stream) {
+    using Element = typename T::Element;
+    CUtensorMap a_map, b_map;
+    RLSPEC_TRY((map_operand<K_MAJOR, Element>(&a_map, x.data, x.lines, width, x.stride, T::LINES)));
+    // The cache must not fetch more than it is asked for: neighbours of 128 bytes come soon enough, and once.
+    RLSPEC_TRY(map_matrix(&b_map, static_cast<const Element*>(weight.data), weight.lines, width, weight.stride,
+                          WIDE<T, GATED>, SLAB, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE));
+    const int steps = static_cast<int>((width - 1) / T::PACE + 1), rests = at_rest;
+    const int tiles = ((GATED ? out.columns / 2 : out.columns) - 1) / WIDE<T, GATED> + 1;
+    constexpr int shared = shared_bytes<T>(0);
+    int blocks = 0;
+    RLSPEC_TRY(steady_blocks(reinterpret_cast<const void*>(lean<T, GATED>), tiles, shared, &blocks));
+    return launch_behind(lean<T, GATED>, blocks, LEAN_THREADS, shared, stream, a_map, b_map, out, activated, steps,
+                         tiles, rests);
 }
 
 // ---- resumed ----
@@ -223,10 +325,11 @@ struct Source {
 template <class T>
 __device__ __forceinline__ void produce_blocks(uint8_t* memory, Barriers barriers, Ring<T::STAGES>& ring,
                                                const Source& a, const Source& b, const int4* starts, int m, int n,
-                                               int steps) {
+                                               int steps, int first = 0) {
     static_assert(T::PACE == 4 * GROUP && T::SLABS == 1 && T::A == MN_MAJOR && T::B == MN_MAJOR);
-    int4 next = starts[0];
-    for (int step = 0; step < steps; ++step) {
+    if (first == steps) return;
+    int4 next = starts[first];
+    for (int step = first; step < steps; ++step) {
         const int start[4] = {next.x, next.y, next.z, next.w};
         if (step + 1 < steps) next = starts[step + 1];
         barrier_wait(barriers.empty + ring.stage, ring.parity ^ 1);
@@ -257,7 +360,7 @@ __global__ void __launch_bounds__(T::THREADS, 1)
     resumed(const __grid_constant__ Source a, const __grid_constant__ Source b, const Result out, const int4* starts,
             const int steps, const int resume) {
     extern __shared__ uint8_t memory[];
-    uint8_t* loaded = aligned(memory);
+    uint8_t* loaded = gemm::aligned(memory);
     if (threadIdx.x == 0) map_prefetch(&a.whole), map_prefetch(&b.whole);
     const Barriers barriers = start<T>(loaded, 0);
     const Walk<T> walk(out.rows, out.columns);
@@ -300,6 +403,182 @@ __global__ void __launch_bounds__(T::THREADS, 1)
     }
 }
 
+// ---- exchanged ----
+// Between two tiles `resumed` stores and fetches accumulators, and the matrix unit stands still: 13 000 clocks beside
+// the 65 000 that 4096 of the reduced index take. Here accumulators pass through shared memory, in boxes of 64 rows ×
+// 32 columns. What the next tile starts from is asked for while this one is multiplied: KEPT boxes a warpgroup into a
+// place of their own, half a tile ahead, the others into the ring, as its next stages. Then each thread takes its
+// elements out and leaves those of the tile that is done where they were. A warp of those that do not multiply stores
+// them from there and hands the place on. There is one exchange more than tiles: of the first nothing is stored, and
+// nothing comes with the last.
+//
+// Of each 8 rows of a box, row r lies at 2·r, or 2·r - 7 from 4 on: what half a warp reads at once, 32 bytes of four
+// rows, then lies in different banks.
+
+template <class T>
+struct Exchange {
+    static constexpr int KEPT = 2, OF_STAGE = T::STAGE / BOX / T::CONSUMERS;  // boxes a warpgroup
+    static constexpr int PARTS = 3;                                           // the place kept, and stages of the ring
+    static constexpr int HELD = T::CONSUMERS * KEPT * BOX, MORE = HELD + (PARTS + 2) * 8;  // bytes
+    static_assert(T::HEIGHT == 1 && T::COLUMNS / 32 == KEPT + (PARTS - 1) * OF_STAGE);
+    static __host__ __device__ constexpr int count(int part) { return part == 0 ? KEPT : OF_STAGE; }
+    static __host__ __device__ constexpr int first(int part) { return part == 0 ? 0 : KEPT + (part - 1) * OF_STAGE; }
+};
+
+// Of part `part`, f(place, column, row) for each box of each warpgroup; place counts from 0.
+template <class T, typename F>
+__device__ __forceinline__ void with_boxes(int part, int m, int n, F f) {
+    using X = Exchange<T>;
+    const int count = X::count(part);
+#pragma unroll 1
+    for (int i = 0; i < T::CONSUMERS * count; ++i) f(i, n + 32 * (X::first(part) + i % count), m + i / count * 64);
+}
+
+// Columns `first` to first + 31 of acc for what lies in the box. `zero` is 0, which the compiler does not know: values
+// are taken over with it, and the next box is left at addresses that need all of them. Else it would put that off until
+// those of a whole tile wait beside acc, for which there are not enough registers.
+template <int N>
+__device__ __forceinline__ void exchange(float (&acc)[N], int first, uint8_t* box, uint32_t& zero) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, row = lane / 16 + lane / 4 % 4 * 2;
+    const uint32_t mine = shared_address(box) + (16 * warp + row) * 128 + (lane % 4 / 2 ^ row) * 16 + lane % 2 * 8;
+    const uint32_t there = mine ^ zero;
+    float2 fresh[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(fresh[i].x), "=f"(fresh[i].y)
+                     : "r"((mine ^ i % 4 * 32) + i / 4 * 1024)
+                     : "memory");
+    }
+    uint32_t all = zero;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        float* d = acc + first / 2 + 4 * (i % 4) + 2 * (i / 4);
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"((there ^ i % 4 * 32) + i / 4 * 1024), "f"(d[0]), "f"(d[1])
+                     : "memory");
+        const uint32_t x = __float_as_uint(fresh[i].x) ^ zero, y = __float_as_uint(fresh[i].y) ^ zero;
+        d[0] = __uint_as_float(x);
+        d[1] = __uint_as_float(y);
+        all &= x & y;
+    }
+    zero = all;
+}
+
+template <class T>
+__global__ void __launch_bounds__(T::THREADS, 1)
+    exchanged(const __grid_constant__ Source a, const __grid_constant__ Source b,
+              const __grid_constant__ CUtensorMap total, const Result out, const int4* starts, const int steps,
+              const uint32_t nothing) {
+    using X = Exchange<T>;
+    extern __shared__ uint8_t memory[];
+    uint8_t *loaded = gemm::aligned(memory), *kept = loaded + T::RING;
+    // In turn: accumulators that were left are in `left`; those of the next tile are in the place kept; it is free.
+    uint64_t *left = reinterpret_cast<uint64_t*>(kept + X::HELD), *come = left + X::PARTS, *free = come + 1;
+    if (threadIdx.x == 0) {
+        map_prefetch(&a.whole), map_prefetch(&b.whole), map_prefetch(&total);
+        for (int part = 0; part < X::PARTS; ++part) barrier_init(left + part, 4 * T::CONSUMERS);
+        barrier_init(come, 1), barrier_init(free, 1);
+    }
+    const Barriers barriers = start<T>(loaded, X::MORE);
+    const Walk<T> walk(out.rows, out.columns);
+    const int tiles = (walk.count - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x) + 1;
+    const auto place_of = [&](int i) {
+        const Place place = walk.at(blockIdx.x + i * gridDim.x);
+        return Place{place.m * T::ROWS, place.n * T::COLUMNS};
+    };
+    Ring<T::STAGES> ring;
+    if (threadIdx.x < 128) {
+        registers_shrink<40>();
+        const int warp = threadIdx.x / 32;
+        if (threadIdx.x == 0) {
+            const auto fetch = [&](int part, uint8_t* to, uint64_t* full, Place at) {
+                barrier_expect(full, T::CONSUMERS * X::count(part) * BOX);
+                with_boxes<T>(part, at.m, at.n, [&](int place, int column, int row) {
+                    tma_load(to + place * BOX, &total, full, column, 0, 0, row / 8);
+                });
+            };
+            const auto multiplied = [&](Place at, int first, int last) {
+                if (starts != nullptr) {
+                    produce_blocks<T>(loaded, barriers, ring, a, b, starts, at.m, at.n, last, first);
+                } else {
+                    produce<T>(loaded, barriers, ring, &a.whole, &b.whole, at.m, at.n, last, first);
+                }
+            };
+            fetch(0, kept, come, place_of(0));
+            for (int i = 0; i <= tiles; ++i) {
+                const Place at = place_of(min(i, tiles - 1));
+                for (int part = 1; part < X::PARTS; ++part, ring.next()) {
+                    uint64_t* full = barriers.full + ring.stage;
+                    barrier_wait(barriers.empty + ring.stage, ring.parity ^ 1);
+                    if (i < tiles) {
+                        fetch(part, loaded + ring.stage * T::STAGE, full, at);
+                    } else {
+                        barrier_arrive(full);
+                    }
+                }
+                if (i == tiles) break;
+                multiplied(at, 0, steps / 2);
+                if (i + 1 < tiles) {
+                    barrier_wait(free, i % 2);
+                    fetch(0, kept, come, place_of(i + 1));
+                }
+                multiplied(at, steps / 2, steps);
+            }
+        } else if (threadIdx.x % 32 == 0) {
+            const int part = warp - 1;
+            for (int i = 0; i <= tiles; ++i) {
+                const int stage = (ring.stage + part + T::STAGES - 1) % T::STAGES;
+                const uint8_t* from = part == 0 ? kept : loaded + stage * T::STAGE;
+                barrier_wait(left + part, i % 2);
+                if (i > 0) {
+                    const Place at = place_of(i - 1);
+                    with_boxes<T>(part, at.m, at.n, [&](int place, int column, int row) {
+                        tma_store(&total, from + place * BOX, column, 0, 0, row / 8);
+                    });
+                    tma_store_commit();
+                    tma_store_wait_read<0>();
+                }
+                if (part == 0) {
+                    barrier_arrive(free);
+                } else {
+                    barrier_arrive(barriers.empty + stage, 4 * T::CONSUMERS);
+                }
+                ring.stage = (ring.stage + X::PARTS - 1 + steps) % T::STAGES;
+            }
+            tma_store_wait<0>();
+        }
+    } else {
+        registers_grow<232>();
+        const int warpgroup = threadIdx.x / 128 - 1;
+        float acc[1][T::COLUMNS / 2] = {};
+        uint32_t zero = nothing;
+        for (int i = 0;; ++i) {
+#pragma unroll
+            for (int part = 0; part < X::PARTS; ++part) {
+                uint8_t* boxes = part == 0 ? kept : loaded + ring.stage * T::STAGE;
+                if (part > 0) {
+                    barrier_wait(barriers.full + ring.stage, ring.parity);
+                    ring.next();
+                } else if (i < tiles) {
+                    barrier_wait(come, i % 2);
+                } else {
+                    barrier_wait(free, (i - 1) % 2);  // nothing comes: at least what was left there has gone
+                }
+#pragma unroll
+                for (int j = 0; j < X::count(part); ++j) {
+                    const int box = warpgroup * X::count(part) + j;
+                    exchange(acc[0], 32 * (X::first(part) + j), boxes + box * BOX, zero);
+                }
+                async_fence();
+                __syncwarp();
+                if (threadIdx.x % 32 == 0) barrier_arrive(left + part);
+            }
+            if (i == tiles) break;
+            chain<T>(acc, loaded, barriers, ring, warpgroup, steps, true);
+        }
+    }
+}
+
 // Where rows of a table come from: `existing` rows of the operands, `copied` rows of their copies.
 struct Blocks {
     const int32_t* starts;
@@ -333,6 +612,34 @@ cudaError_t launch_resumed(Operand a, Operand b, Result out, Blocks blocks, int6
     void* arguments[] = {&a_source, &b_source, &out, &blocks.starts, &steps, &goes_on};
     return launch_steady(reinterpret_cast<const void*>(resumed<T>), Walk<T>(out.rows, out.columns).count,
                          T::THREADS, shared_bytes<T>(0), arguments, stream);
+}
+
+// Whether TMA can read and write the result in boxes of whole 8 rows, and a tile has two stages to multiply: with its
+// accumulators they are a round of the ring, so no warp leaves accumulators of the next tile in a part of it before all
+// have left those of this one.
+template <class T>
+bool exchangeable(Result out, int64_t reduced) {
+    static_assert(Exchange<T>::PARTS - 1 + 2 >= T::STAGES);
+    const bool suits = out.columns % 4 == 0 && reinterpret_cast<uintptr_t>(out.data) % 16 == 0;
+    return suits && out.type == FP32 && out.rows % 8 == 0 && reduced > T::PACE;
+}
+
+template <class T>
+cudaError_t launch_exchanged(Operand a, Operand b, Result out, Blocks blocks, int64_t reduced, cudaStream_t stream) {
+    Source a_source = {}, b_source = {};
+    CUtensorMap total;
+    RLSPEC_TRY(map_source<T>(&a_source, a, blocks.a_copy, blocks, reduced, a_box<T>()));
+    RLSPEC_TRY(map_source<T>(&b_source, b, blocks.b_copy, blocks, reduced, b_box<T>()));
+    // Columns, then of each 8 rows: the one 4 further, the next, and the next 8.
+    const uint64_t row = static_cast<uint64_t>(out.columns) * 4, strides[3] = {4 * row, row, 8 * row};
+    const uint64_t sizes[4] = {static_cast<uint64_t>(out.columns), 2, 4, static_cast<uint64_t>(out.rows) / 8};
+    const uint32_t box[4] = {32, 2, 4, 8};
+    RLSPEC_TRY(map_tensor(&total, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, out.data, sizes, strides, box));
+    int steps = static_cast<int>((reduced - 1) / T::PACE + 1);
+    uint32_t nothing = 0;
+    void* arguments[] = {&a_source, &b_source, &total, &out, &blocks.starts, &steps, &nothing};
+    return launch_steady(reinterpret_cast<const void*>(exchanged<T>), Walk<T>(out.rows, out.columns).count, T::THREADS,
+                         shared_bytes<T>(Exchange<T>::MORE), arguments, stream);
 }
 
 // ---- blocks of rows ----
@@ -482,14 +789,10 @@ cudaError_t launch_plain(const void* a, const void* b, Result out, int64_t width
 
 #define TILE(NUMBER, SWAP, ...) \
     case NUMBER:                \
-        return launch_product<Tile<Element, __VA_ARGS__>, SWAP>(x, weight, out, width, at_rest, stream);
-
-// Up to 8 rows.
-#define LEAN(NUMBER, COLUMNS, SLABS, STAGES) TILE(NUMBER, false, 64, COLUMNS, SLABS, STAGES, K_MAJOR, K_MAJOR, 8)
+        return launch_product<Tile<Element, __VA_ARGS__>, SWAP>(x, weight, out, width, stream);
 
 template <typename Element>
-cudaError_t forward(int64_t tile, Operand x, Operand weight, Result out, int64_t width, bool at_rest,
-                    cudaStream_t stream) {
+cudaError_t forward(int64_t tile, Operand x, Operand weight, Result out, int64_t width, cudaStream_t stream) {
     switch (tile) {
         //  swap  rows columns slabs stages
         TILE(0, true, 64, 16, 4, 5)
@@ -502,18 +805,34 @@ cudaError_t forward(int64_t tile, Operand x, Operand weight, Result out, int64_t
         TILE(7, false, 128, 192, 1, 4)
         TILE(8, false, 128, 256, 1, 4)
         TILE(9, false, 256, 192, 1, 3)
+    }
+    return cudaErrorInvalidValue;
+}
+
+// Up to 8 rows.
+#define LEAN(NUMBER, ...)                                                                                         \
+    case NUMBER: {                                                                                                \
+        using T = Tile<Element, 64, __VA_ARGS__, K_MAJOR, K_MAJOR, 8>;                                            \
+        return activated == nullptr                                                                               \
+                   ? launch_lean<T, false>(x, weight, out, activated, width, at_rest, stream)                     \
+                   : launch_lean<T, true>(x, weight, out, activated, width, at_rest, stream);                     \
+    }
+
+template <typename Element>
+cudaError_t few(int64_t tile, Operand x, Operand weight, Result out, void* activated, int64_t width, bool at_rest,
+                cudaStream_t stream) {
+    switch (tile) {
         //   columns slabs stages
-        LEAN(10, 32, 4, 10)
-        LEAN(11, 48, 4, 7)
+        LEAN(10, 32, 4, 11)
+        LEAN(11, 48, 4, 8)
         LEAN(12, 96, 2, 8)
-        LEAN(13, 192, 1, 8)
+        LEAN(13, 192, 1, 9)
     }
     return cudaErrorInvalidValue;
 }
 
 template <typename Element>
-cudaError_t along(int64_t tile, Operand x, Operand weight, Result out, int64_t width, bool at_rest,
-                  cudaStream_t stream) {
+cudaError_t along(int64_t tile, Operand x, Operand weight, Result out, int64_t width, cudaStream_t stream) {
     switch (tile) {
         TILE(2, false, 64, 64, 2, 6, K_MAJOR, MN_MAJOR)
         TILE(4, false, 64, 128, 2, 4, K_MAJOR, MN_MAJOR)
@@ -531,6 +850,8 @@ cudaError_t resumed_of(Operand a, Operand b, Result out, Blocks blocks, int64_t 
                        cudaStream_t stream) {
     using Along = Tile<Element, 128, 256, 1, 4, K_MAJOR, MN_MAJOR>;
     using Across = Tile<Element, 128, 256, 1, 4, MN_MAJOR, MN_MAJOR>;
+    if (across && resume && exchangeable<Across>(out, reduced))
+        return launch_exchanged<Across>(a, b, out, blocks, reduced, stream);
     return across ? launch_resumed<Across>(a, b, out, blocks, reduced, resume, stream)
                   : launch_resumed<Along>(a, b, out, blocks, reduced, resume, stream);
 }
@@ -541,19 +862,43 @@ cudaError_t resumed_of(Operand a, Operand b, Result out, Blocks blocks, int64_t 
 
 using namespace rlspec;
 
-// out [rows, columns] = x [rows, width] · weightᵀ; weight [columns, width], or [width, columns] if `across`. `at_rest`:
-// the weight was written before a kernel that nothing overtakes, so products of up to 8 rows may read it ahead.
+// out [rows, columns] = x [rows, width] · weightᵀ; weight [columns, width], or [width, columns] if `across`.
 extern "C" int det_gemm_product(void const* x, void const* weight, void* out, int64_t type, int64_t out_type,
                                 int64_t rows, int64_t columns, int64_t width, int64_t x_stride, int64_t weight_stride,
-                                int64_t across, int64_t tile, int64_t at_rest, cudaStream_t stream) {
+                                int64_t across, int64_t tile, cudaStream_t stream) {
     const Operand left = {x, rows, x_stride}, right = {weight, columns, weight_stride};
     const Result result = {out, static_cast<Dtype>(out_type), static_cast<int>(rows), static_cast<int>(columns)};
     if (type == BF16)
-        return across ? along<__nv_bfloat16>(tile, left, right, result, width, at_rest, stream)
-                      : forward<__nv_bfloat16>(tile, left, right, result, width, at_rest, stream);
+        return across ? along<__nv_bfloat16>(tile, left, right, result, width, stream)
+                      : forward<__nv_bfloat16>(tile, left, right, result, width, stream);
     if (type == FP16)
-        return across ? along<__half>(tile, left, right, result, width, at_rest, stream)
-                      : forward<__half>(tile, left, right, result, width, at_rest, stream);
+        return across ? along<__half>(tile, left, right, result, width, stream)
+                      : forward<__half>(tile, left, right, result, width, stream);
+    return cudaErrorInvalidValue;
+}
+
+// The same of up to 8 rows, weight [columns, width]. `at_rest`: the weight was written before a kernel that nothing
+// overtakes, so it may be read ahead.
+extern "C" int det_gemm_lean(void const* x, void const* weight, void* out, int64_t type, int64_t out_type,
+                             int64_t rows, int64_t columns, int64_t width, int64_t x_stride, int64_t weight_stride,
+                             int64_t tile, int64_t at_rest, cudaStream_t stream) {
+    const Operand left = {x, rows, x_stride}, right = {weight, columns, weight_stride};
+    const Result result = {out, static_cast<Dtype>(out_type), static_cast<int>(rows), static_cast<int>(columns)};
+    if (rows > 8) return cudaErrorInvalidValue;
+    if (type == BF16) return few<__nv_bfloat16>(tile, left, right, result, nullptr, width, at_rest, stream);
+    if (type == FP16) return few<__half>(tile, left, right, result, nullptr, width, at_rest, stream);
+    return cudaErrorInvalidValue;
+}
+
+// The same for a weight of as many rows of gates as of ups; activated [rows, columns / 2] = swiglu of them.
+extern "C" int det_gemm_gated(void const* x, void const* weight, void* out, void* activated, int64_t type, int64_t rows,
+                              int64_t columns, int64_t width, int64_t x_stride, int64_t weight_stride, int64_t tile,
+                              int64_t at_rest, cudaStream_t stream) {
+    const Operand left = {x, rows, x_stride}, right = {weight, columns, weight_stride};
+    const Result result = {out, static_cast<Dtype>(type), static_cast<int>(rows), static_cast<int>(columns)};
+    if (rows > 8 || columns % 2) return cudaErrorInvalidValue;
+    if (type == BF16) return few<__nv_bfloat16>(tile, left, right, result, activated, width, at_rest, stream);
+    if (type == FP16) return few<__half>(tile, left, right, result, activated, width, at_rest, stream);
     return cudaErrorInvalidValue;
 }
 

@@ -48,6 +48,12 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// For `arrivals` at once.
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+                 : "memory");
+}
+
 // Arrives, and lets the phase wait for `bytes` more bytes of TMA.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
@@ -78,10 +84,6 @@ __device__ __forceinline__ void group_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void group_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // ---- registers ----
 
 // A whole warpgroup hands registers back (down to N a thread), or waits until it has N.
@@ -108,6 +110,16 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, uint6
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
             shared_address(to)),
         "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1)
+        : "memory");
+}
+
+// Of what is read once: it is the first to leave the cache.
+__device__ __forceinline__ void tma_load_once(void* to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1) {
+    constexpr uint64_t evict_first = 0x12f0000000000000;  // as createpolicy.fractional.L2::evict_first makes it
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+        "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "l"(evict_first)
         : "memory");
 }
 
@@ -318,20 +330,22 @@ constexpr CUtensorMapDataType map_type<float>() {
 // refused.
 inline cudaError_t map_tensor(
     CUtensorMap* map, CUtensorMapDataType type, int dimensions, const void* base, const uint64_t* sizes,
-    const uint64_t* strides, const uint32_t* box, CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
+    const uint64_t* strides, const uint32_t* box, CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
+    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
     return rlspec::encode_tiled(map, type, static_cast<uint32_t>(dimensions), base, sizes, strides, box, swizzle,
-                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+                                promotion);
 }
 
 // [rows, columns], `stride` elements from row to row, read or written in boxes of box_rows × box_columns.
 template <typename Element>
 cudaError_t map_matrix(
     CUtensorMap* map, const Element* base, int64_t rows, int64_t columns, int64_t stride, int box_rows, int box_columns,
-    CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
+    CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
+    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
     const uint64_t sizes[2] = {static_cast<uint64_t>(columns), static_cast<uint64_t>(rows)};
     const uint64_t strides[1] = {static_cast<uint64_t>(stride) * sizeof(Element)};
     const uint32_t box[2] = {static_cast<uint32_t>(box_columns), static_cast<uint32_t>(box_rows)};
-    return map_tensor(map, map_type<Element>(), 2, base, sizes, strides, box, swizzle);
+    return map_tensor(map, map_type<Element>(), 2, base, sizes, strides, box, swizzle, promotion);
 }
 
 }  // namespace hopper

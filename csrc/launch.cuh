@@ -37,7 +37,7 @@ enum Dtype : int64_t { BF16 = 0, FP16 = 1, FP32 = 2 };
 // `next_may_start`, called by any thread of each block: now the next kernel may start; without it, when this one has
 // ended. There are two ways to know what is safe to read ahead of one's turn. A kernel without `next_may_start`, as
 // `gather` in embedding.cu is, is one that nothing overtakes: when a later kernel starts, whatever was written before
-// that one is there, and so `product` in det_gemm.cu reads weights where it is told to. A kernel that calls it behind its
+// that one is there, and so `lean` in det_gemm.cu reads weights where it is told to. A kernel that calls it behind its
 // own `wait_for_previous` lets the next one start when what was written before it is there, and so the fold of attention
 // reads the table that the kernel before it read.
 

@@ -296,28 +296,31 @@ __global__ void __launch_bounds__(1024) norm_data_gradient_any(Rows<T> x, T cons
 // kernel is longer than their work on one token. Each result is rounded where its operator rounds it: the bits are
 // those of the operators one after the other.
 
-// total = residual + x, in the dtype of the residual; y = norm(round(total)). A row of a thread at a time.
+// total = residual + x, in the dtype of the residual; y = norm(round(total)). A row of a thread at a time. `at_rest`: no
+// kernel that may still be at work writes residual or weight, so they are loaded ahead of the turn, and before the loads
+// of a next kernel, which may ask the memory for as much as it gives in 6 µs.
 template <typename R, typename T, int ROUNDS, int THREADS, bool ROUND_FIRST>
 __global__ void __launch_bounds__(THREADS, resident(512, sizeof(T), THREADS))
     norm_of_sum(R const* residual, T const* x, T const* weight, R* total, T* y, unsigned rows, int64_t residual_row,
-                int64_t x_row, int width, float eps, float per_width, Spread spread) {
+                int64_t x_row, int width, float eps, float per_width, Spread spread, bool at_rest) {
     constexpr int N = 16 / sizeof(T);
     __shared__ float parts[32];
     unsigned const row = blockIdx.x * (blockDim.x >> spread.across_bits) + (threadIdx.x >> spread.across_bits);
     int const step = N << spread.across_bits, place = threadIdx.x * N & (step - 1), reach = row < rows ? width : 0;
-#pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-        if (place + r * step < width) fetch_ahead(weight + place + r * step);
-    }
-    in_turn();
     Pack<R, N> before[ROUNDS];
     Pack<T, N> value[1][ROUNDS], w[ROUNDS];
+    auto const load_others = [&] {
 #pragma unroll
-    for (int r = 0; r < ROUNDS; ++r) {
-        before[r] = take<N>(residual + row * residual_row, place + r * step, reach);
-        value[0][r] = take<N>(x + row * x_row, place + r * step, reach);
-        w[r] = take<N>(weight, place + r * step, width);
-    }
+        for (int r = 0; r < ROUNDS; ++r) {
+            before[r] = take<N>(residual + row * residual_row, place + r * step, reach);
+            w[r] = take<N>(weight, place + r * step, width);
+        }
+    };
+    if (at_rest) load_others();
+    in_turn();
+    if (!at_rest) load_others();
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) value[0][r] = take<N>(x + row * x_row, place + r * step, reach);
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         float sum[N];
@@ -354,33 +357,51 @@ struct Heads {
     int count;
 };
 
+// A layer of a cache, [blocks, heads, places, width] twice with the same strides, and `places` [2, tokens]: in which
+// block and place each token is stored, block -1: nowhere.
+template <typename T>
+struct Stored {
+    T *keys, *values;
+    int64_t const* places;
+    int64_t block, head, place;
+};
+
 // normed = norm(x), rotated = rope(normed), for the heads of queries and keys together. A head has width / N
-// neighbouring lanes, of which the other half holds the second numbers of the pairs.
+// neighbouring lanes, of which the other half holds the second numbers of the pairs. With a cache, rotated keys go there
+// too, and values (of which x alone is given) as they are.
 template <typename T, typename A, bool ROUND_FIRST>
 __global__ void __launch_bounds__(256)
-    rotated_heads(Heads<T> query, Heads<T> key, A const* cos, A const* sin, int64_t cos_row, int64_t sin_row,
-                  int64_t tokens, int width, float eps, float per_width, Spread spread) {
+    rotated_heads(Heads<T> query, Heads<T> key, Heads<T> value, Stored<T> stored, A const* cos, A const* sin,
+                  int64_t cos_row, int64_t sin_row, int64_t tokens, int width, float eps, float per_width,
+                  Spread spread) {
     constexpr int N = 16 / sizeof(T);
-    int const heads = query.count + key.count, half = width / 2;
+    int const heads = query.count + key.count + value.count, half = width / 2;
     int64_t const number = int64_t(blockIdx.x) * (256 / spread.lanes) + threadIdx.x / spread.lanes;
     int64_t const token = number / heads < tokens ? number / heads : 0;
     int const any = int(number % heads), lane = threadIdx.x & (spread.lanes - 1), column = lane * N;
-    bool const of_query = any < query.count, live = number < tokens * heads, low = column < half;
-    Heads<T> const mine{of_query ? query.x : key.x,           of_query ? query.weight : key.weight,
-                        of_query ? query.normed : key.normed, of_query ? query.rotated : key.rotated,
-                        of_query ? query.token : key.token,   of_query ? query.head : key.head,
-                        of_query ? query.count : key.count};
-    int const head = of_query ? any : any - query.count, pair = low ? column : column - half;
-    fetch_ahead(mine.weight + column);
+    bool const of_query = any < query.count, of_key = any < query.count + key.count;
+    bool const live = number < tokens * heads, low = column < half;
+    Heads<T> const of{of_query ? query.x : of_key ? key.x : value.x,
+                      of_query ? query.weight : key.weight,
+                      of_query ? query.normed : key.normed,
+                      of_query ? query.rotated : key.rotated,
+                      of_query ? query.token : of_key ? key.token : value.token,
+                      of_query ? query.head : of_key ? key.head : value.head,
+                      of_query ? query.count : key.count};
+    int const head = of_query ? any : of_key ? any - query.count : any - query.count - key.count;
+    int const pair = low ? column : column - half;
+    fetch_ahead(of.weight + column);
     in_turn();
-    Pack<T, N> const value[1] = {load<N>(mine.x + token * mine.token + head * mine.head + column)};
-    Pack<T, N> const w = load<N>(mine.weight + column);
+    Pack<T, N> const x[1] = {load<N>(of.x + token * of.token + head * of.head + column)};
+    Pack<T, N> const w = load<N>(of.weight + column);
     Pack<A, N> const c = load<N>(cos + token * cos_row + pair), s = load<N>(sin + token * sin_row + pair);
-    float const scale = root(butterfly(squares(value), spread.lanes), eps, per_width);
+    bool const kept = stored.keys != nullptr && !of_query;
+    int64_t const block = kept ? stored.places[token] : -1, place = kept ? stored.places[tokens + token] : 0;
+    float const scale = root(butterfly(squares(x), spread.lanes), eps, per_width);
     float found[N];
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        float normed = __fmul_rn(value[0].get(n), scale);
+        float normed = __fmul_rn(x[0].get(n), scale);
         if (ROUND_FIRST) normed = widen(narrow<T>(normed));
         found[n] = __fmul_rn(normed, w.get(n));
     }
@@ -395,9 +416,12 @@ __global__ void __launch_bounds__(256)
     Pack<T, N> rotated;
     rotated.set(found);
     if (!live) return;
-    int64_t const to = (token * mine.count + head) * width + column;
-    store<N>(mine.normed + to, normed);
-    store<N>(mine.rotated + to, rotated);
+    int64_t const in_cache = block * stored.block + head * stored.head + place * stored.place + column;
+    if (block >= 0) store<N>((of_key ? stored.keys : stored.values) + in_cache, of_key ? rotated : x[0]);
+    if (!of_query && !of_key) return;
+    int64_t const to = (token * of.count + head) * width + column;
+    store<N>(of.normed + to, normed);
+    store<N>(of.rotated + to, rotated);
 }
 
 // ---- weight gradient ----
@@ -719,10 +743,11 @@ int rms_norm_forward(void const* x, void const* weight, void* y, int64_t dtype, 
 }
 
 // residual and x [rows, width] -> total in `residual_dtype` and y, contiguous. Addresses are multiples of 16 bytes,
-// rows of as many numbers as x has in 16 bytes.
+// rows of as many numbers as x has in 16 bytes. `at_rest`: when this kernel starts, what was written before the one in
+// front of it is there, and that one does not write residual or weight.
 int rms_norm_of_sum(void const* residual, void const* x, void const* weight, void* total, void* y,
                     int64_t residual_dtype, int64_t dtype, int64_t rows, int64_t width, int64_t residual_row,
-                    int64_t x_row, float eps, int64_t round_before_weight, cudaStream_t stream) {
+                    int64_t x_row, float eps, int64_t round_before_weight, int64_t at_rest, cudaStream_t stream) {
     if (refused(rows, width)) return cudaErrorInvalidValue;
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
@@ -739,7 +764,7 @@ int rms_norm_of_sum(void const* residual, void const* x, void const* weight, voi
                                                      : norm_of_sum<R, T, rounds, most, false>,
                                  ceil_div(rows, threads / across), threads, 0, stream, (R const*)residual, (T const*)x,
                                  (T const*)weight, (R*)total, (T*)y, unsigned(rows), residual_row, x_row, int(width),
-                                 eps, 1.0f / float(width), spread);
+                                 eps, 1.0f / float(width), spread, at_rest != 0);
         };
         if (whole) {
             with_rounds<T>(spread, [&](auto rounds, auto most) {
@@ -756,30 +781,35 @@ int rms_norm_of_sum(void const* residual, void const* x, void const* weight, voi
 
 // query and key [tokens, heads, width] with strides of a token and a head -> normed and rotated, contiguous; cos and
 // sin [tokens, width / 2]. A head is 2 to 32 packs of 16 bytes, a power of two; addresses and strides are multiples of
-// that.
+// that. `cached_keys` null: no cache. Else see `Stored`; `value` is as key.
 int rms_norm_rotated(void const* query, void const* key, void const* query_weight, void const* key_weight,
                      void const* cos, void const* sin, void* query_normed, void* key_normed, void* query_rotated,
-                     void* key_rotated, int64_t dtype, int64_t table_dtype, int64_t tokens, int64_t query_heads,
+                     void* key_rotated, void const* value, void* cached_keys, void* cached_values,
+                     int64_t const* places, int64_t dtype, int64_t table_dtype, int64_t tokens, int64_t query_heads,
                      int64_t key_heads, int64_t width, int64_t query_token, int64_t query_head, int64_t key_token,
-                     int64_t key_head, int64_t cos_row, int64_t sin_row, float eps, int64_t round_before_weight,
-                     cudaStream_t stream) {
+                     int64_t key_head, int64_t value_token, int64_t value_head, int64_t cached_block,
+                     int64_t cached_head, int64_t cached_place, int64_t cos_row, int64_t sin_row, float eps,
+                     int64_t round_before_weight, cudaStream_t stream) {
     return with_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
         constexpr int N = 16 / sizeof(T);
         int const block = power_of_two(width);
         Spread const spread = spread_of(block, N, warps_of(block, clamp(2048 / block, 1, 2048)));
         if (block != width || spread.lanes * N != width || spread.lanes < 2) return int(cudaErrorInvalidValue);
-        int64_t const blocks = ceil_div(tokens * (query_heads + key_heads), 256 / spread.lanes);
+        int64_t const value_heads = cached_keys == nullptr ? 0 : key_heads;
+        int64_t const blocks = ceil_div(tokens * (query_heads + key_heads + value_heads), 256 / spread.lanes);
         if (blocks > INT32_MAX) return int(cudaErrorInvalidValue);
         Heads<T> const queries{(T const*)query, (T const*)query_weight, (T*)query_normed, (T*)query_rotated,
                                query_token, query_head, int(query_heads)};
         Heads<T> const keys{(T const*)key, (T const*)key_weight, (T*)key_normed, (T*)key_rotated,
                             key_token, key_head, int(key_heads)};
+        Heads<T> const values{(T const*)value, nullptr, nullptr, nullptr, value_token, value_head, int(value_heads)};
+        Stored<T> const stored{(T*)cached_keys, (T*)cached_values, places, cached_block, cached_head, cached_place};
         return with_dtype(table_dtype, [&](auto other) {
             using A = decltype(other);
             return int(launch_behind(round_before_weight ? rotated_heads<T, A, true> : rotated_heads<T, A, false>,
-                                     blocks, 256, 0, stream, queries, keys, (A const*)cos, (A const*)sin, cos_row,
-                                     sin_row, tokens, int(width), eps, 1.0f / float(width), spread));
+                                     blocks, 256, 0, stream, queries, keys, values, stored, (A const*)cos, (A const*)sin,
+                                     cos_row, sin_row, tokens, int(width), eps, 1.0f / float(width), spread));
         });
     });
 }

@@ -34,7 +34,7 @@ struct SiluGradient {
 struct Swiglu {
     static constexpr int sources = 2, results = 1;  // gate, up
     static __device__ void of(float const (&in)[2], float (&out)[1]) {
-        out[0] = __fmul_rn(quotient(in[0], one_plus_exponential(in[0])), in[1]);
+        out[0] = swiglu(in[0], in[1]);
     }
 };
 

@@ -96,6 +96,59 @@ def _split_start(split, EARLY: tl.constexpr, CHANGE: tl.constexpr, LATE: tl.cons
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# One kernel behind the other
+
+
+@triton.jit
+def _in_turn(BEHIND: tl.constexpr):
+    # Launched behind another kernel while that one is at work: wait for it, and let the next one come as near.
+    if BEHIND:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _near(x, rows, tokens, row, token, head, x_row, x_token, x_head, live, D: tl.constexpr):
+    # Into the cache of the device, where no write of another kernel can make it stale; of what is not there, nothing.
+    LINES: tl.constexpr = max(1, D * x.dtype.element_ty.primitive_bitwidth // 1024)
+    there = live & (row >= 0) & (row < rows) & (token >= 0) & (token < tokens)
+    start = tl.where(there, row, 0).to(tl.int64) * x_row + tl.where(there, token, 0).to(tl.int64) * x_token
+    places = x + start[:, None] + tl.cast(head, tl.int64) * x_head + (tl.arange(0, LINES) * (D // LINES))[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _split_near(
+    K, V, TABLE, PAGES, k_row, k_token, k_head, v_row, v_token, v_head, key_rows, key_tokens, pages, segments, splits,
+    tiles, KV: tl.constexpr, D: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
+    EARLY: tl.constexpr, CHANGE: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    # The keys and values of a program's split. An earlier kernel may still be at work on the table: what it says now,
+    # past the cache of this multiprocessor, is good enough for what comes near.
+    program = tl.program_id(0)
+    head, segment = program % KV, (program // KV) % segments
+    split = splits - 1 - program // KV // segments // tiles
+    row = tl.load(TABLE + segment * 5, cache_modifier=".cg")
+    k_start = tl.load(TABLE + segment * 5 + 3, cache_modifier=".cg")
+    k_length = tl.load(TABLE + segment * 5 + 4, cache_modifier=".cg")
+    begin = _split_start(split, EARLY, CHANGE, LATE)
+    end = tl.minimum(k_length, _split_start(split + 1, EARLY, CHANGE, LATE))
+    for first in range(begin, end, N):
+        place = first + tl.arange(0, N)
+        live = place < end
+        if PAGE == 0:
+            rows, tokens = row + tl.zeros_like(place), k_start + place
+        else:
+            listed = live & (place // PAGE < pages)
+            rows = tl.load(PAGES + segment * pages + place // PAGE, mask=listed, other=-1, cache_modifier=".cg")
+            tokens = place % PAGE
+        _near(K, key_rows, key_tokens, rows, tokens, head, k_row, k_token, k_head, live, D)
+        _near(V, key_rows, key_tokens, rows, tokens, head, v_row, v_token, v_head, live, D)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The state of a row: its scaled maximum m, its mass, the sum of exp2(scores - m), the sum acc of exp2(scores - m)·v
 
 
@@ -174,15 +227,22 @@ def _finish(m, mass, acc, sink, SINKS: tl.constexpr):
 # Forward
 
 
-@triton.jit(do_not_specialize=["segments", "tiles", "splits", "queries", "slots", "pages"])
+@triton.jit(do_not_specialize=["segments", "tiles", "splits", "queries", "slots", "pages", "key_rows", "key_tokens"])
 def _forward_kernel(
     Q, K, V, TABLE, PAGES, SINK, OUT, LSE, PART, PART_M, PART_L,
     q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    scale, segments, tiles, splits, queries, slots, pages,
+    scale, segments, tiles, splits, queries, slots, pages, key_rows, key_tokens,
     KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
     EARLY: tl.constexpr, CHANGE: tl.constexpr, LATE: tl.constexpr, STAGES: tl.constexpr, BULK: tl.constexpr,
+    BEHIND: tl.constexpr = False,
 ):  # fmt: skip
+    if BEHIND:
+        _split_near(
+            K, V, TABLE, PAGES, k_row, k_token, k_head, v_row, v_token, v_head, key_rows, key_tokens, pages, segments,
+            splits, tiles, KV, D, N, PAGE, EARLY, CHANGE, LATE,
+        )  # fmt: skip
+    _in_turn(BEHIND)
     # Heads vary fastest; the longest rows (with SPLIT, the latest splits) start first. A sample's tiles run side by
     # side, so that its keys and values stay in L2; splits are of all samples at once, since there are few tiles.
     program = tl.program_id(0)
@@ -285,8 +345,9 @@ def _forward_kernel(
 def _fold_kernel(
     PART, PART_M, PART_L, TABLE, SINK, OUT, LSE, segments, queries, slots, splits, limit,
     HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    EARLY: tl.constexpr, CHANGE: tl.constexpr, LATE: tl.constexpr, DEPTH: tl.constexpr,
+    EARLY: tl.constexpr, CHANGE: tl.constexpr, LATE: tl.constexpr, DEPTH: tl.constexpr, BEHIND: tl.constexpr = False,
 ):  # fmt: skip
+    _in_turn(BEHIND)
     # One program a query head of a slot: find the segment, fold its splits upward. A pad gets 0 and -inf.
     program = tl.program_id(0)
     head = program % HEADS
@@ -428,8 +489,8 @@ def _dq_kernel(
     # A block of queries of one head over its key blocks, upward.
     program = tl.program_id(0)
     head = (program % HEADS).to(tl.int64)
-    entry = TABLE + (program // HEADS) % segments * 5
-    tile = tiles - 1 - program // HEADS // segments
+    entry = TABLE + program // HEADS // tiles * 5  # the tiles of a sample side by side, for L2
+    tile = tiles - 1 - program // HEADS % tiles
     row = tl.load(entry).to(tl.int64)
     q_start = tl.load(entry + 1).to(tl.int64)
     q_length = tl.load(entry + 2)
@@ -480,8 +541,9 @@ def _dkv_kernel(
     KV: tl.constexpr = HEADS // GROUP
     program = tl.program_id(0)
     kv_head = (program % KV).to(tl.int64)
-    entry = TABLE + (program // KV) % segments * 5
-    tile = program // KV // segments
+    tiles = tl.num_programs(0) // KV // segments
+    entry = TABLE + program // KV // tiles * 5  # the tiles of a sample side by side, for L2
+    tile = program // KV % tiles
     row = tl.load(entry).to(tl.int64)
     q_start = tl.load(entry + 1).to(tl.int64)
     q_length = tl.load(entry + 2)
@@ -556,12 +618,12 @@ def _dkv_kernel(
 # Tiles: measured on an H200, see tests/bench/results/kernels-attention-h200.md
 
 
-def _forward_tile(dtype: torch.dtype, width: int, group: int, queries: int, split: bool) -> Tile:
+def _forward_tile(dtype: torch.dtype, width: int, group: int, queries: int, split: bool, deep: bool) -> Tile:
     if dtype == torch.float32:
         return Tile(64, 4, 1)
     rows = max(16, min(64, triton.next_power_of_2(max(group, queries * group))))
     if split:
-        return Tile(rows, 4, 2 if width == 256 else 3)
+        return Tile(rows, 4, 2 if width == 256 else 5 if deep else 3)
     if width == 256:
         return Tile(rows, 8 if rows == 64 else 4, 2)
     return Tile(rows, 4, 3)
@@ -682,7 +744,9 @@ def _forward(
     if split is None:
         span = max(1, 64 // group)
         split = splits > 1 and kv_heads * len(segments) * triton.cdiv(max_query, span) < SPREAD
-    tile = tile or _forward_tile(query.dtype, width, group, max_query, split)
+    # As many programs as are at work side by side may start before their turn.
+    early = split and kv_heads * len(segments) * splits <= SPREAD
+    tile = tile or _forward_tile(query.dtype, width, group, max_query, split, early and splits > 4)
     tiles = triton.cdiv(max_query, tile.rows // group)
     bulk = _bulk(query) if bulk is None else bulk
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -695,6 +759,7 @@ def _forward(
     borders = {"EARLY": schedule.early, "CHANGE": schedule.change, "LATE": schedule.late}
     options = {"D": width, "WINDOW": window or 0, "SINKS": sinks is not None, **borders}
     sink = lse if sinks is None else sinks
+    behind = _behind(query) if early else {}
     with _on(query):
         grid = (kv_heads * len(segments) * tiles * (splits if split else 1),)
         _launch(
@@ -702,14 +767,15 @@ def _forward(
             query, key, value, segments, segments if cache.pages is None else cache.pages, sink, out, lse,
             part, part_m, part_l, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             scale * math.log2(math.e), len(segments), tiles, splits, queries, rows * queries, pages,
+            *key.shape[:2],
             KV=kv_heads, GROUP=group, M=tile.rows, N=KEYS, PAGE=cache.page, SPLIT=split, STAGES=tile.stages,
             BULK=bulk and not split and cache.pages is None,
-            num_warps=tile.warps, **options,
+            num_warps=tile.warps, **behind, **options,
         )  # fmt: skip
         if split:
             _fold_kernel[(rows * queries * heads,)](
                 part, part_m, part_l, segments, sink, out, lse, len(segments), queries, rows * queries, splits,
-                max_query, HEADS=heads, DEPTH=8, num_warps=1, **options,
+                max_query, HEADS=heads, DEPTH=8, num_warps=1, **behind, **options,
             )  # fmt: skip
         else:
             _clear_pads(out, lse, segments, 1, max_query)
@@ -918,6 +984,11 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _tag(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
+def _behind(x: Tensor) -> dict[str, bool]:
+    """Options of a launch that may begin before the kernel in front of it has ended."""
+    return {"BEHIND": True, "launch_pdl": True} if x.is_cuda else {}
 
 
 def _on(x: Tensor) -> AbstractContextManager[object]:

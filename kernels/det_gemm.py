@@ -67,16 +67,6 @@ TILES: dict[str, tuple[tuple[float, Tile], ...]] = {
         (512, Tile("steady", 128, 128, 64, 4, 5)),
         (float("inf"), _LARGE),
     ),
-    "deep": (
-        (1, Tile("stripe", 16, 64, 128, 4, 9, swap=True)),
-        (16, Tile("stripe", 16, 64, 256, 4, 5, swap=True)),
-        (32, Tile("stripe", 32, 64, 128, 4, 8, swap=True)),
-        (64, Tile("stripe", 64, 32, 256, 4, 4)),
-        (128, Tile("single", 64, 64, 128, 4, 6)),
-        (256, Tile("steady", 64, 128, 128, 4, 4)),
-        (512, Tile("steady", 128, 128, 64, 4, 5)),
-        (float("inf"), _LARGE),
-    ),
     "wider": (
         (16, Tile("stripe", 16, 64, 256, 4, 5, swap=True)),
         (32, Tile("stripe", 32, 64, 256, 4, 4, swap=True)),
@@ -110,17 +100,17 @@ TILES: dict[str, tuple[tuple[float, Tile], ...]] = {
     ),
 }
 FOLD_TILE = Tile("single", 128, 256, 64, 8, 3)
+# Of gates and of ups each, for all the rows that it serves.
+GATED_TILE = Tile("gated", 16, 64, 64, 4, 4, swap=True)
 
 
-def _family(columns: int, width: int) -> str:
-    """Of the weight [columns, width]: the measured layer that it resembles (N×K 4096², 4096×12288, 6144×4096, ...)."""
+def _family(columns: int) -> str:
+    """Of a weight of so many rows: the measured layer that it resembles (N×K 4096², 4096×12288, 6144×4096, ...)."""
     if columns >= 65536:
         return "vocabulary"
     if columns >= 16384:
         return "wide"
-    if columns > 5120:
-        return "wider"
-    return "deep" if width >= 8192 else "square"
+    return "wider" if columns > 5120 else "square"
 
 
 def _tile(family: str, rows: int) -> Tile:
@@ -182,7 +172,6 @@ def _stripe(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SWAP: tl.constexpr, BEHIND: tl.constexpr = False,
 ):  # fmt: skip
     if BEHIND:
-        # The next kernel may not come near yet: blocks of a next product would crowd where multiprocessors are free.
         tl.extra.cuda.gdc_wait()
     tiles_m = tl.cdiv(rows, ROWS)
     m = tl.program_id(0) % tiles_m * ROWS
@@ -198,7 +187,41 @@ def _stripe(
         acc = _chain(x, weight, tl.zeros((ROWS, COLUMNS), tl.float32), m, n, steps, DEPTH, False, False)
         places = row[:, None] * columns + column[None, :]
         inside = (row[:, None] < rows) & (column[None, :] < columns)
+    if BEHIND and ROWS <= 32:
+        # No earlier: blocks of a next product would crowd where multiprocessors are free.
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(out + places, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "width"])
+def _gated(
+    x, weight, out, activated, rows, columns, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BEHIND: tl.constexpr = False,
+):  # fmt: skip
+    """As `_stripe`, of a weight of `columns` rows for gates and as many for ups; and activated = swiglu(gate, up)."""
+    if BEHIND:
+        tl.extra.cuda.gdc_wait()
+    n = tl.program_id(0) * COLUMNS
+    row = tl.arange(0, ROWS).to(tl.int64)[None, :]
+    column = n + tl.arange(0, COLUMNS)[:, None]
+    gate = tl.zeros((COLUMNS, ROWS), tl.float32)
+    up = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for step in range(tl.cdiv(width, DEPTH)):
+        a = x.load([0, step * DEPTH]).T
+        gate = tl.dot(weight.load([n, step * DEPTH]), a, gate, input_precision="ieee")
+        up = tl.dot(weight.load([columns + n, step * DEPTH]), a, up, input_precision="ieee")
+    if BEHIND:
+        tl.extra.cuda.gdc_launch_dependents()
+    # What `rlspec.kernels.swiglu` makes of the rounded results.
+    inside = (row < rows) & (column < columns)
+    gate = gate.to(out.dtype.element_ty)
+    up = up.to(out.dtype.element_ty)
+    places = out + row * (2 * columns) + column
+    tl.store(places, gate, mask=inside)
+    tl.store(places + columns, up, mask=inside)
+    g = gate.to(tl.float32)
+    y = g / (1.0 + tl.exp(-g)) * up.to(tl.float32)
+    tl.store(activated + row * columns + column, y.to(activated.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "width"])
@@ -341,6 +364,16 @@ def _product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, along: bool = F
     return Launch(_tiles, (programs,), (*sources, target, *sizes, along, parts, tile.kind == "steady"), options)
 
 
+def _gated_product(x: Tensor, weight: Tensor, out: Tensor, activated: Tensor, tile: Tile = GATED_TILE) -> Launch:
+    """out [M, 2·N] = x [M, K] · weight [2·N, K]ᵀ and activated [M, N] = swiglu of its halves."""
+    (rows, width), columns = x.shape, activated.shape[1]
+    sources = (_described(x, [tile.rows, tile.depth]), _described(weight, [tile.columns, tile.depth]))
+    args = (*sources, out, activated, rows, columns, width, tile.rows, tile.columns, tile.depth)
+    # As `swiglu` is compiled: nothing is contracted.
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    return Launch(_gated, (triton.cdiv(columns, tile.columns),), args, options | _behind(x))
+
+
 def _thirds_product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, tiles: int) -> Launch:
     part, parts = tile.columns // 3, out.element_size() // 2
     weights = (_described(weight, [2 * part, tile.depth]), _described(weight, [part, tile.depth]))
@@ -383,9 +416,9 @@ def _through_tma(*tensors: Tensor) -> bool:
 
 
 def _forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
-    (rows, width), columns = x.shape, weight.shape[0]
+    rows, columns = x.shape[0], weight.shape[0]
     out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
-    tile = _tile(_family(columns, width), rows)
+    tile = _tile(_family(columns), rows)
     fast = _through_tma(x, weight) and (tile.kind == "stripe" or _suits(out))
     launch = _product(x, weight, out, tile) if fast else _plain_product(x, weight, out)
     launch(x.device)
@@ -453,6 +486,26 @@ def det_gemm(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) ->
 def lm_head(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     """Logits: x [..., H], weight [V, H] -> [..., V] in `out_dtype`; fp32 is the unrounded chain. See `det_gemm`."""
     return det_gemm(x, weight, out_dtype)
+
+
+GATED = _gated.__name__
+
+
+def gate_up(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """det_gemm(x, weight) [..., 2·N] and the swiglu of its halves [..., N], of x [..., K] and weight [2·N, K].
+
+    Without gradients; the bits are those of `det_gemm` and `rlspec.kernels.swiglu`. None where there is no kernel for
+    both: more than 16 rows, fp32, or rows that tensor memory access cannot read.
+    """
+    _check_operands(x, weight, "x", "weight")
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or weight.shape[0] % 2:
+        raise ValueError(f"x {list(x.shape)} and weight {list(weight.shape)}: gate_up takes [..., K] and [2·N, K]")
+    rows = _rows(x)
+    if rows.shape[0] > GATED_TILE.rows or not _through_tma(rows, weight):
+        return None
+    out, activated = (rows.new_empty((rows.shape[0], weight.shape[0] // halves)) for halves in (1, 2))
+    _gated_product(rows, weight, out, activated)(x.device)
+    return out.view(*x.shape[:-1], -1), activated.view(*x.shape[:-1], -1)
 
 
 def fold(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor | None = None) -> None:

@@ -91,16 +91,17 @@ def _of_sum(
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows)[:, None] & (column < WIDTH)
     row = row.to(tl.int64)[:, None]
+    w = _weight(weight, column, ROWS, WIDTH)
     value = tl.load(x + row * x_row * UNIT + column, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(residual + row * residual_row * UNIT + column, mask=inside, other=0.0).to(tl.float32) + value
-    value = value.to(total.dtype.element_ty)
-    tl.store(total + row * WIDTH + column, value, mask=inside)
-    value = value.to(y.dtype.element_ty).to(tl.float32)
-    w = _weight(weight, column, ROWS, WIDTH)
+    both = value.to(total.dtype.element_ty)
+    value = both.to(y.dtype.element_ty).to(tl.float32)
     value = value * _root(value, eps, WIDTH)
     if ROUND:
         value = value.to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + row * WIDTH + column, (value * w).to(y.dtype.element_ty), mask=inside)
+    # Last, as it wants another layout of threads where the dtypes differ, and the way there takes longest.
+    tl.store(total + row * WIDTH + column, both, mask=inside)
 
 
 @triton.jit
@@ -112,53 +113,96 @@ def _product(a, b, EXACT: tl.constexpr):
 
 
 @triton.jit
+def _slot(places, tokens, token, head, block_step, head_step, place_step, live):
+    # Where in a layer of a cache the head of a token is stored, and whether it is.
+    block = tl.load(places + token, mask=live, other=-1)
+    place = tl.load(places + tokens + token, mask=live, other=0)
+    return (block * block_step + place * place_step + head * head_step)[:, None], (block >= 0)[:, None]
+
+
+@triton.jit
 def _heads(
     program, x, weight, normed, rotated, cos, sin, rows, heads, x_token, x_head, cos_row, sin_row, eps,
+    cached, places, tokens, block_step, head_step, place_step,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
+    CACHED: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = WIDTH // 2
     row = program * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)[None, :]
-    inside = (row < rows)[:, None] & (column < WIDTH)
+    pair = tl.arange(0, HALF)[None, :]
+    whole, half = (row < rows)[:, None] & (column < WIDTH), (row < rows)[:, None] & (pair < HALF)
     token = (row // heads).to(tl.int64)
+    # All that is read, before anything is written: no load is lifted over a store.
     start = (token * x_token + (row % heads) * x_head)[:, None] * UNIT
-    value = tl.load(x + start + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + start + column, mask=whole, other=0.0).to(tl.float32)
     w = _weight(weight, column, ROWS, WIDTH)
+    c = tl.load(cos + token[:, None] * cos_row + pair, mask=half, other=0.0).to(tl.float32)
+    s = tl.load(sin + token[:, None] * sin_row + pair, mask=half, other=0.0).to(tl.float32)
+    if CACHED:
+        at, kept = _slot(places, tokens, token, row % heads, block_step, head_step, place_step, row < rows)
     value = value * _root(value, eps, WIDTH)
     if ROUND:
         value = value.to(normed.dtype.element_ty).to(tl.float32)
     value = (value * w).to(normed.dtype.element_ty)
     to = row.to(tl.int64)[:, None] * WIDTH
-    tl.store(normed + to + column, value, mask=inside)
+    tl.store(normed + to + column, value, mask=whole)
     first, second = tl.split(tl.permute(tl.reshape(value.to(tl.float32), (ROWS, 2, HALF)), (0, 2, 1)))
-    pair = tl.arange(0, HALF)[None, :]
-    inside = (row < rows)[:, None] & (pair < HALF)
-    c = tl.load(cos + token[:, None] * cos_row + pair, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + token[:, None] * sin_row + pair, mask=inside, other=0.0).to(tl.float32)
     low = _product(first, c, EXACT) - _product(second, s, EXACT)
     high = _product(second, c, EXACT) + _product(first, s, EXACT)
-    tl.store(rotated + to + pair, low.to(rotated.dtype.element_ty), mask=inside)
-    tl.store(rotated + to + HALF + pair, high.to(rotated.dtype.element_ty), mask=inside)
+    low, high = low.to(rotated.dtype.element_ty), high.to(rotated.dtype.element_ty)
+    tl.store(rotated + to + pair, low, mask=half)
+    tl.store(rotated + to + HALF + pair, high, mask=half)
+    if CACHED:
+        tl.store(cached + at + pair, low, mask=half & kept)
+        tl.store(cached + at + HALF + pair, high, mask=half & kept)
 
 
-@triton.jit(do_not_specialize=["query_rows", "key_rows", "x_token", "y_token", "query_programs"])
+@triton.jit
+def _copied(
+    program, x, rows, heads, x_token, x_head, cached, places, tokens, block_step, head_step, place_step,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    row = program * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)[None, :]
+    token = (row // heads).to(tl.int64)
+    at, kept = _slot(places, tokens, token, row % heads, block_step, head_step, place_step, row < rows)
+    inside = (row < rows)[:, None] & kept & (column < WIDTH)
+    start = (token * x_token + (row % heads) * x_head)[:, None] * UNIT
+    tl.store(cached + at + column, tl.load(x + start + column, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["query_rows", "key_rows", "x_token", "y_token", "z_token", "query_programs", "tokens"])
 def _rotated(
     x, y, x_weight, y_weight, x_normed, y_normed, x_rotated, y_rotated, cos, sin, query_programs, query_rows, key_rows,
     query_heads, key_heads, x_token, x_head, y_token, y_head, cos_row, sin_row, eps,
+    z, keys, values, places, tokens, z_token, z_head, block_step, head_step, place_step,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, ROUND: tl.constexpr, EXACT: tl.constexpr,
-    BEHIND: tl.constexpr = False,
+    CACHED: tl.constexpr, BEHIND: tl.constexpr = False,
 ):  # fmt: skip
-    """The norms of the heads of queries x and keys y, and those rotated as in `rlspec.kernels.rope`."""
+    """The norms of the heads of queries x and keys y, and those rotated as in `rlspec.kernels.rope`.
+
+    CACHED: the keys go to `keys` too, and z to `values`, layers of a cache, at `places`.
+    """
     _in_turn(BEHIND)
-    if tl.program_id(0) < query_programs:
+    program = tl.program_id(0)
+    key_programs = tl.cdiv(key_rows, ROWS)
+    if program < query_programs:
         _heads(
-            tl.program_id(0), x, x_weight, x_normed, x_rotated, cos, sin, query_rows, query_heads, x_token, x_head,
-            cos_row, sin_row, eps, WIDTH, ROWS, UNIT, ROUND, EXACT,
+            program, x, x_weight, x_normed, x_rotated, cos, sin, query_rows, query_heads, x_token, x_head,
+            cos_row, sin_row, eps, keys, places, tokens, block_step, head_step, place_step,
+            WIDTH, ROWS, UNIT, ROUND, EXACT, False,
         )  # fmt: skip
-    else:
+    elif program < query_programs + key_programs:
         _heads(
-            tl.program_id(0) - query_programs, y, y_weight, y_normed, y_rotated, cos, sin, key_rows, key_heads, y_token,
-            y_head, cos_row, sin_row, eps, WIDTH, ROWS, UNIT, ROUND, EXACT,
+            program - query_programs, y, y_weight, y_normed, y_rotated, cos, sin, key_rows, key_heads, y_token,
+            y_head, cos_row, sin_row, eps, keys, places, tokens, block_step, head_step, place_step,
+            WIDTH, ROWS, UNIT, ROUND, EXACT, CACHED,
+        )  # fmt: skip
+    elif CACHED:
+        _copied(
+            program - query_programs - key_programs, z, key_rows, key_heads, z_token, z_head, values, places, tokens,
+            block_step, head_step, place_step, WIDTH, ROWS, UNIT,
         )  # fmt: skip
 
 
@@ -414,11 +458,15 @@ def rotated_heads(
     *,
     eps: float,
     round_before_weight: bool = False,
+    value: Tensor | None = None,
+    slots: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """The norms of the heads of query and key [B, T, heads, D], and those rotated by cos and sin [B, T, D/2].
 
     Without gradients; the bits are those of `rms_norm` and `rlspec.kernels.rope`. None for a width that is no power of
     two, and for tensors that would have to be copied.
+    `slots`: a layer's keys and values in a cache, [blocks, heads, places, D] of one layout, and int64 [2, B·T], block
+    and place of each token, block -1 for none. Rotated keys and `value`, as key, are stored there too.
     """
     _check_operands(query, query_weight, "query", "query_weight")
     _check_operands(key, key_weight, "key", "key_weight")
@@ -427,13 +475,20 @@ def rotated_heads(
     copied = _aligned(x) is not x or _aligned(y) is not y or any(one.stride(1) != 1 for one in tables)
     if copied or width & (width - 1) or width < 2 or len(x) != len(y) or query.dtype != key.dtype:
         return None
+    z = y if value is None else value.reshape(-1, *value.shape[2:])
+    if slots is not None and (_aligned(z) is not z or z.shape != y.shape):
+        return None
     made = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (query, key, query, key)]
     block, together = _shape(width, 2048)
     (tokens, query_heads, _), key_heads = x.shape, y.shape[1]
-    programs = [triton.cdiv(tokens * heads, together) for heads in (query_heads, key_heads)]
+    counts = (query_heads, key_heads) if slots is None else (query_heads, key_heads, key_heads)
+    programs = [triton.cdiv(tokens * heads, together) for heads in counts]
+    stores = (made[3], made[3], made[3]) if slots is None else slots
+    steps = (0, 0, 0) if slots is None else slots[0].stride()[:3]
     sizes = (programs[0], tokens * query_heads, tokens * key_heads, query_heads, key_heads, *_steps(x), *_steps(y))
     args = (x, y, _dense(query_weight), _dense(key_weight), *made, *tables, *sizes, *(one.stride(0) for one in tables))
-    constants = (eps, width, together, _unit(width, x.dtype), round_before_weight, x.is_cuda)
+    cache = (z, *stores, tokens, *_steps(z), *steps)
+    constants = (eps, *cache, width, together, _unit(width, x.dtype), round_before_weight, x.is_cuda, slots is not None)
     options = {"num_warps": _warps(block, together), **_behind(x)}
     Launch(_rotated, (sum(programs),), (*args, *constants), options)(x.device)
     return made[0], made[1], made[2], made[3]

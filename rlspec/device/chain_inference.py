@@ -33,6 +33,8 @@ APART = ("canonical", "triton", "cuda")
 # What makes several operators at once, by implementation of all of them.
 TOGETHER = {"triton": "rlspec.kernels.rms_norm", "cuda": "rlspec.device.cuda_rows"}
 _JOINED = ("residual_add", "rms_norm", "qk_norm", "rope")
+# What multiplies gate and up and activates them at once, by implementation of both operators.
+GATED = {"triton": "rlspec.kernels.det_gemm", "cuda": "rlspec.device.cuda_gemm"}
 # Projections of the same rows, by the one that is called first.
 _PROJECTIONS = {
     "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -71,11 +73,13 @@ class InferenceDecoder(Decoder):
     that is just the one that was foreseen gets the result that is there, any other is computed.
     """
 
-    # Of a call under way: the module of kernels of several operators, whether weights may be multiplied as one, and
+    # Of a call under way: the modules of kernels of several operators, whether weights may be multiplied as one, and
     # what is foreseen, by chunk.
     _together: Any
+    _gated: Any
     _apart: bool
     _ahead: dict[int, list[Ahead]]
+    _cache: Any
 
     @classmethod
     def of(cls, decoder: Decoder, operators: Operators) -> InferenceDecoder:
@@ -90,15 +94,17 @@ class InferenceDecoder(Decoder):
         stored = all(parameter.dtype == self.dtype for parameter in self.parameters())
         able = stored and not torch.is_grad_enabled()
         module = TOGETHER.get(self._shipped(*_JOINED) or "") if able else None
+        gated = GATED.get(self._shipped("det_gemm", "swiglu") or "") if able and self.profile.swiglu else None
         self._apart = able and self._shipped("det_gemm") in APART
-        self._together, self._ahead = import_module(module) if module else None, {}
+        self._together, self._gated = (import_module(one) if one else None for one in (module, gated))
+        self._ahead, self._cache = {}, options.get("cache")
         try:
             # Weights that are used as they are were written before the embedding's kernel, which nothing overtakes.
             at_rest = stored and type(self).weight is Decoder.weight and self._shipped("embedding") is not None
             with cuda_gemm.weights_at_rest(at_rest):
                 return super().forward(tokens, **options)
         finally:
-            self._together, self._apart, self._ahead = None, False, {}
+            self._together, self._gated, self._apart, self._ahead, self._cache = None, None, False, {}, None
 
     def _shipped(self, *operators: str) -> str | None:
         """The implementation of the catalogue that all of these run on; None if there is no such one."""
@@ -112,7 +118,7 @@ class InferenceDecoder(Decoder):
         foreseen = self._ahead.get(at.chunk.index, [])
         for number, ahead in enumerate(foreseen):
             if ahead.answers(operator, arguments, options):
-                observe.again(ahead.kernel, native=self.operators.implementations["rms_norm"] == "cuda")
+                observe.again(ahead.kernel, native=self.operators.implementations[operator] == "cuda")
                 return foreseen.pop(number).result
         if operator == "residual_add" and self._together is not None and not options:
             return self._add(at, name, *arguments)
@@ -123,16 +129,19 @@ class InferenceDecoder(Decoder):
         return super().operate(at, name, operator, *arguments, **options)
 
     def _multiply(self, at: Site, name: str, x: Tensor, weight: Tensor) -> Tensor:
-        """This product, and those of the other projections of x."""
+        """This product, those of the other projections of x, and swiglu of gate and up."""
         weights = [self.weight(f"model.layers.{at.layer}.{one}.weight") for one in _PROJECTIONS[name]]
         whole = side_by_side(weights) if weights[0] is weight else None
         if whole is None:
             return super().operate(at, name, "det_gemm", x, weight)  # type: ignore[no-any-return]
-        product = super().operate(at, name, "det_gemm", x, whole)
-        first, *others = product.split([len(one) for one in weights], -1)
-        pairs = zip(weights[1:], others, strict=True)
-        self._ahead[at.chunk.index] = [Ahead.of("det_gemm", (x, one), part, None) for one, part in pairs]
-        return first  # type: ignore[no-any-return]
+        both = self._gated.gate_up(x, whole) if name == "mlp.gate_proj" and self._gated is not None else None
+        product = super().operate(at, name, "det_gemm", x, whole) if both is None else both[0]
+        parts = product.split([len(one) for one in weights], -1)
+        foreseen = zip(weights[1:], parts[1:], strict=True)
+        self._ahead[at.chunk.index] = [Ahead.of("det_gemm", (x, one), part, None) for one, part in foreseen]
+        if both is not None:
+            self._ahead[at.chunk.index].append(Ahead.of("swiglu", parts, both[1], self._gated.GATED))
+        return parts[0]  # type: ignore[no-any-return]
 
     def _add(self, at: Site, name: str, residual: Tensor, x: Tensor) -> Tensor:
         """The sum, and the norm that reads it next."""
@@ -154,18 +163,25 @@ class InferenceDecoder(Decoder):
         foreseen = any(ahead.arguments[0] is x for several in self._ahead.values() for ahead in several)
         return x if foreseen else super()._read(x)
 
-    def _rotate_both(self, at: Site, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotate_both(self, at: Site, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if self._together is not None:
             weights = [self.weight(f"model.layers.{at.layer}.self_attn.{name}_norm.weight") for name in "qk"]
-            options, tables = self._norm_options, (at.chunk.cos, at.chunk.sin)
-            made = self._together.rotated_heads(query, key, *weights, *tables, **options)
+            options, tables, slots = self._norm_options, (at.chunk.cos, at.chunk.sin), self._slots(at, key, value)
+            made = self._together.rotated_heads(query, key, *weights, *tables, value=value, slots=slots, **options)
             if made is not None:
+                if slots is not None:
+                    self._cache.stored(at.layer, made[3], value)
                 kernel, foreseen = self._together.ROTATED, []
                 for x, weight, normed, rotated in zip((query, key), weights, made[:2], made[2:], strict=True):
                     foreseen.append(Ahead.of("qk_norm", (x, weight), normed, kernel, **options))
                     foreseen.append(Ahead.of("rope", (normed, *tables), rotated, kernel))
                 self._ahead[at.chunk.index] = foreseen
-        return super()._rotate_both(at, query, key)
+        return super()._rotate_both(at, query, key, value)
+
+    def _slots(self, at: Site, key: Tensor, value: Tensor) -> Any:
+        """Where attention is going to store keys and values; None where it may do otherwise."""
+        ask = getattr(self._cache, "slots", None)
+        return None if ask is None or type(self).attend is not Decoder.attend else ask(at.layer, key, value)
 
     @property
     def _norm_options(self) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from rlspec.kernels.attention import SCHEDULE, Schedule, _bound, _Cache, _tag  #
 WIDTHS = (16, 32, 64, 128)
 DTYPES = (torch.bfloat16, torch.float16)
 BUSY = 128  # with fewer tiles than this (in decode: 16 times as many), the splits of a row are tiles of their own
+# Up to so many blocks of threads, the splits of a row are a cluster of at most 8, which folds them. Twice as many were
+# in each other's way.
+FEW, CLUSTER = 64, 8
 
 
 def forward(
@@ -94,7 +97,7 @@ def _forward(
     schedule: Schedule = SCHEDULE,
     split: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    # `split` is for tests and benchmarks: it may not show in the bits
+    # `split` is for tests and benchmarks, False: all splits in one tile. It may not show in the bits.
     query = _aligned(query)
     key, value = cache.key, cache.value
     rows, queries, heads, width = query.shape
@@ -104,23 +107,34 @@ def _forward(
         raise ValueError(f"sinks must be fp32 [{heads}] on {query.device}, not {_tag(sinks)} on {sinks.device}")
     _check_cuda(query)
     splits = schedule.count(max_key)
-    if split is None:
+    share = 0 if split is False else _share(splits, kv_heads * len(segments), max_query * group, width)
+    if share:
+        split = False
+    elif split is None:
         tiles = kv_heads * len(segments) * -(-max_query // (128 // group))
         split = splits > 1 and tiles < (16 * BUSY if max_query * group <= 64 else BUSY)
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty((rows, queries, heads), dtype=torch.float32, device=query.device)
     part = lse.new_empty((splits, *query.shape)) if split else None
     part_m, part_mass = lse.new_empty((2, splits, *lse.shape)) if split else (None, None)
-    taken = None if split else lse.new_empty(1, dtype=torch.int32)
+    taken = None if split or share else lse.new_empty(1, dtype=torch.int32)
     listed = 0 if cache.pages is None else cache.pages.shape[1]
     native.load("attention").call(
         "attention_forward",
         *(query, key, value, segments, cache.pages, None if sinks is None else sinks.contiguous()),
         *(out, lse, taken, part, part_m, part_mass, query.dtype, width, rows, queries, *key.shape[:2], kv_heads, group),
         *(*_strides(query), *_strides(key), *_strides(value), len(segments), max_query, splits, listed, cache.page),
-        *(window or 0, *schedule, scale * math.log2(math.e)),
+        *(window or 0, *schedule, share, scale * math.log2(math.e)),
     )
     return out, lse
+
+
+def _share(splits: int, pairs: int, rows: int, width: int) -> int:
+    """How many blocks of threads take a split where there are few rows and splits; 0 where there are more of them."""
+    blocks = splits * pairs
+    if rows > 32 or splits > CLUSTER or blocks > FEW:
+        return 0
+    return 2 if width == 128 and rows <= 8 and 2 * splits <= CLUSTER and 2 * blocks <= FEW else 1
 
 
 def backward(

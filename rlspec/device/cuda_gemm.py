@@ -88,6 +88,7 @@ def _processors(x: Tensor) -> int:
 
 
 _AT_REST = ContextVar("at rest", default=False)
+GATED = "det_gemm_gated"
 
 
 @contextlib.contextmanager
@@ -95,7 +96,8 @@ def weights_at_rest(rest: bool = True) -> Iterator[None]:
     """Inside, a product of few rows begins to read its weight while kernels before it are at work: none may write it.
 
     Safe for weights that were written before a kernel that nothing overtakes, such as that of `embedding`: see
-    csrc/launch.cuh. The bits are the same. `rest` False: not so, inside of where it is.
+    csrc/launch.cuh. `residual_norm` of `rlspec.device.cuda_rows` reads its weight and residual while the kernel just
+    before it, a product, is at work. The bits are the same. `rest` False: not so, inside of where it is.
     """
     token = _AT_REST.set(rest)
     try:
@@ -104,16 +106,30 @@ def weights_at_rest(rest: bool = True) -> Iterator[None]:
         _AT_REST.reset(token)
 
 
+def rests() -> bool:
+    return _AT_REST.get()
+
+
 # ---- launches ----
 
 
 def _product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, along: bool = False) -> None:
     """out [M, N] = x [M, K] · weight [N, K]ᵀ; `along`: weight is [K, N]."""
-    (rows, width), columns = x.shape, out.shape[1]
-    strides = (x.stride(0), weight.stride(0))
-    at_rest = _AT_REST.get() and not along
-    arguments = (x, weight, out, x.dtype, out.dtype, rows, columns, width, *strides, along, tile.number, at_rest)
-    native.load("det_gemm").call("det_gemm_product", *arguments)
+    arguments = (x, weight, out, x.dtype, out.dtype, *_sizes(x, weight, out))
+    if tile in LEAN:
+        native.load("det_gemm").call("det_gemm_lean", *arguments, tile.number, rests())
+    else:
+        native.load("det_gemm").call("det_gemm_product", *arguments, along, tile.number)
+
+
+def _gated_product(x: Tensor, weight: Tensor, out: Tensor, activated: Tensor, tile: Tile) -> None:
+    """out [M, 2·N] = x [M, K] · weight [2·N, K]ᵀ and activated [M, N] = swiglu of its halves, for up to 8 rows."""
+    arguments = (x, weight, out, activated, x.dtype, *_sizes(x, weight, out))
+    native.load("det_gemm").call(GATED, *arguments, tile.number, rests())
+
+
+def _sizes(x: Tensor, weight: Tensor, out: Tensor) -> tuple[int, ...]:
+    return (x.shape[0], out.shape[1], x.shape[1], x.stride(0), weight.stride(0))
 
 
 def _plain_product(a: Tensor, b: Tensor, out: Tensor, resume: bool = False) -> None:
@@ -233,6 +249,24 @@ def det_gemm(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) ->
 def lm_head(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
     """Logits: x [..., H], weight [V, H] -> [..., V] in `out_dtype`; fp32 is the unrounded chain. See `det_gemm`."""
     return det_gemm(x, weight, out_dtype)
+
+
+def gate_up(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """det_gemm(x, weight) [..., 2·N] and the swiglu of its halves [..., N], of x [..., K] and weight [2·N, K].
+
+    Without gradients; the bits are those of `det_gemm` and `rlspec.device.cuda_rows.swiglu`. None where there is no
+    kernel for both: more than 8 rows, fp32, or rows that tensor memory access cannot read.
+    """
+    _check_operands(x, weight, "x", "weight")
+    if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1] or weight.shape[0] % 2:
+        raise ValueError(f"x {list(x.shape)} and weight {list(weight.shape)}: gate_up takes [..., K] and [2·N, K]")
+    rows = _rows(x)
+    if rows.shape[0] > LEAN[0].rows or not _through_tma(rows, weight):
+        return None
+    _check_device(x)
+    out, activated = (rows.new_empty((rows.shape[0], weight.shape[0] // halves)) for halves in (1, 2))
+    _gated_product(rows, weight, out, activated, _tile(rows.shape[0], weight.shape[0], _processors(x)))
+    return out.view(*x.shape[:-1], -1), activated.view(*x.shape[:-1], -1)
 
 
 def fold(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor | None = None) -> None:

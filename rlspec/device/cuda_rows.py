@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rlspec.device import checking, native
+from rlspec.device import checking, cuda_gemm, native
 
 WIDEST = 65536  # of a normed row
 GROUP = 16  # positions in a block of a weight's gradient
@@ -141,7 +141,7 @@ def residual_norm(
     total, y = _empty(residual), _empty(x)
     native.load("rms_norm").call(
         OF_SUM, a, b, weight, total, y, residual.dtype, x.dtype, *b.shape, a.stride(0), b.stride(0),
-        float(eps), round_before_weight,
+        float(eps), round_before_weight, cuda_gemm.rests(),
     )  # fmt: skip
     return total, y
 
@@ -156,8 +156,13 @@ def rotated_heads(
     *,
     eps: float,
     round_before_weight: bool = False,
+    value: Tensor | None = None,
+    slots: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """The norms of the heads of queries and keys [B, T, heads, D], then those rotated; None where no kernel does it."""
+    """The norms of the heads of queries and keys [B, T, heads, D], then those rotated; None where no kernel does it.
+
+    `slots`: rotated keys and `value`, which is as key, are also stored in the cache: see `rlspec.device.kv_cache`.
+    """
     for x in (query, key):
         checking.rope(x, cos, sin)
         _known(x=x, cos=cos)
@@ -169,9 +174,17 @@ def rotated_heads(
     if not (fits and same and _packed(*heads, *tables, query_weight, key_weight)):
         return None
     made = _empty(query), _empty(key), _empty(query), _empty(key)
+    cache: tuple[Tensor | None, ...] = (None,) * 4
+    steps: tuple[int, ...] = (0,) * 5
+    if slots is not None:
+        assert value is not None and value.shape == key.shape and value.dtype == key.dtype == slots[0].dtype
+        values = value.reshape(-1, *value.shape[2:])
+        if not _packed(values, *slots[:2]):
+            return None
+        cache, steps = (values, *slots), (*values.stride()[:2], *slots[0].stride()[:3])
     native.load("rms_norm").call(
-        ROTATED, *heads, query_weight, key_weight, *tables, *made, query.dtype, cos.dtype, len(heads[0]),
-        query.shape[2], key.shape[2], width, *heads[0].stride()[:2], *heads[1].stride()[:2],
+        ROTATED, *heads, query_weight, key_weight, *tables, *made, *cache, query.dtype, cos.dtype, len(heads[0]),
+        query.shape[2], key.shape[2], width, *heads[0].stride()[:2], *heads[1].stride()[:2], *steps,
         *(one.stride(0) for one in tables), float(eps), round_before_weight,
     )  # fmt: skip
     return made

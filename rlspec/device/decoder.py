@@ -317,7 +317,7 @@ class Decoder(nn.Module):
             normal = self._norm(at, "input_layernorm", x)
             query, key, value = (self._project(at, f"self_attn.{name}_proj", normal) for name in "qkv")
             query, key, value = (y.unflatten(-1, (-1, self.architecture.head_dim)) for y in (query, key, value))
-            parts.append((*self._rotate_both(at, query, key), value))
+            parts.append((*self._rotate_both(at, query, key, value), value))
         result = []
         for at, x, y in zip(sites, streams, self.attend(sites, parts, cache), strict=True):
             y = self._project(at, "self_attn.o_proj", y.flatten(-2))
@@ -401,7 +401,8 @@ class Decoder(nn.Module):
     def _project(self, at: Site, name: str, x: Tensor) -> Tensor:
         return self._run(at, name, "det_gemm", x, self.weight(f"model.layers.{at.layer}.{name}.weight"))
 
-    def _rotate_both(self, at: Site, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotate_both(self, at: Site, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Query and key; `value` is there for one who stores it together with the key."""
         return self._rotate(at, "q", query), self._rotate(at, "k", key)
 
     def _rotate(self, at: Site, name: str, x: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ Promise. What was written is what is read, to the bit. A slot of the grid that i
 take no position: positions count the tokens of the sample alone. Nothing stays of a sample that has left.
 
 How. The cursor of a sample is a number on the host. Each call moves tables of its slots to the device; a write is an
-indexed copy by one of them, without a sync: by one kernel where `backend` is "triton" or "cuda". Memory that holds no
+indexed copy by one of them, without a sync: by one kernel where `backend` is "triton" or "cuda", or none where the
+kernel that made keys and values has put them into their `slots`. Memory that holds no
 token holds `unwritten`, NaN if left out, so that an operator that reads too far is seen. It must be 0 for one that
 multiplies by 0 what it does not see, as torch's does.
 
@@ -33,6 +34,7 @@ from rlspec.device.decoder import Span
 from rlspec.device.operators import Segment, Segments
 from rlspec.errors import RunError
 
+_STORING = ("extend", "write")  # what a subclass that stores otherwise overrides
 _PAGES_DIVIDE = 512  # the shortest split of attention over keys
 
 
@@ -51,6 +53,17 @@ class Part(NamedTuple):
         return f"sample {self.sample!r}, position {self.position}"
 
 
+class Slots(NamedTuple):
+    """Where a layer's keys and values of a call are stored: in `keys` and `values` [blocks, Hkv, places, D].
+
+    `places` int64 [2, B·T]: block and place of each slot of the grid, block -1 for one that is not stored.
+    """
+
+    keys: Tensor
+    values: Tensor
+    places: Tensor
+
+
 class Selected(NamedTuple):
     """A cache for a call that holds some of its samples, span i being of sample i."""
 
@@ -62,6 +75,12 @@ class Selected(NamedTuple):
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self.cache.extend(layer, keys, values)
+
+    def slots(self, layer: int, keys: Tensor, values: Tensor) -> Slots | None:
+        return self.cache.slots(layer, keys, values)
+
+    def stored(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        self.cache.stored(layer, keys, values)
 
 
 class _Cache(ABC):
@@ -86,6 +105,8 @@ class _Cache(ABC):
         self._lengths: dict[Hashable, int] = {}
         self._blocks: dict[Hashable, list[int]] = {}
         self._free = list(reversed(range(blocks)))
+        self._all: Tensor | None = None
+        self._stored: tuple[tuple[Tensor, Tensor], tuple[int, int]] | None = None
         self._next = self.layers = shape[0]  # the layer that is written next; past the last one no call is under way
 
     @property
@@ -134,14 +155,40 @@ class _Cache(ABC):
         segments = Segments(entries, max(span.row for span in spans) + 1, width, keys, self.keys.device)
         self._reserve(parts)
         self.parts, self.segments, self._next = parts, segments, 0
-        self._new = self._table((part, part.span.start, part.position) for part in parts)
-        self._all: Tensor | None = None
+        new = self._table((part, part.span.start, part.position) for part in parts)
+        self._new, self._all, self._stored = new.to(self.keys.device), None, None
+        if self.backend in _WRITERS:
+            places = torch.full((2, segments.rows * width), -1)
+            places[:, new[0] * width + new[1]] = new[2:]
+            self._places_of_grid = places.to(self.keys.device)
         return segments
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """`write`, then keys and values [B, S, Hkv, D] of all positions of the call's samples, as its segments say."""
         self.write(layer, keys, values)
         return self._grid(self.keys[layer]), self._grid(self.values[layer])
+
+    def slots(self, layer: int, keys: Tensor, values: Tensor) -> Slots | None:
+        """Where `write` is going to store such keys and values, for the kernel that makes them.
+
+        None where it would refuse them or copy them without a kernel, and where it is not the one of this class.
+        """
+        own = all(getattr(getattr(self, name), "__func__", None) is getattr(_Cache, name) for name in _STORING)
+        able = own and self.backend in _WRITERS and _packed(self.keys) and self.parts and layer == self._next
+        fits = able and all(self._fits(one) for one in (keys, values))
+        return Slots(self.keys[layer], self.values[layer], self._places_of_grid) if fits else None
+
+    def stored(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """These have been put into the slots of the layer that is written next: `write` of just them need not."""
+        assert layer == self._next
+        self._stored = (keys, values), (keys._version, values._version)
+
+    def _is_stored(self, keys: Tensor, values: Tensor) -> bool:
+        if self._stored is None:
+            return False
+        (stored_keys, stored_values), versions = self._stored
+        same = keys is stored_keys and values is stored_values
+        return same and (keys._version, values._version) == versions
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store a layer's [B, T, Hkv, D] of the call, layers ascending; after the last one the cursors move.
@@ -150,13 +197,15 @@ class _Cache(ABC):
         """
         self._check(layer, keys, values)
         pairs = ((self.keys[layer], keys), (self.values[layer], values))
-        if self.backend in _WRITERS and _packed(keys, values, self.keys):
+        if self._is_stored(keys, values):
+            pass
+        elif self.backend in _WRITERS and _packed(keys, values, self.keys):
             _WRITERS[self.backend](pairs, self._new)
         else:
             row, column, block, place = self._new
             for store, new in pairs:
                 store[block, :, place] = new[row, column]
-        self._next += 1
+        self._next, self._stored = self._next + 1, None
         if self._next == self.layers:
             self._lengths.update({part.sample: part.stop for part in self.parts})
 
@@ -189,34 +238,41 @@ class _Cache(ABC):
         if layer != self._next:
             state = "written a second time in a call" if layer < self._next else f"written before layer {self._next}"
             raise RunError(f"{self.parts[0]}: layer {layer} of {self.layers} was {state}")
-        want = [self.segments.rows, self.segments.queries, self.keys.shape[2], self.keys.shape[4]]
         for name, x in (("keys", keys), ("values", values)):
-            if list(x.shape) != want or x.dtype != self.keys.dtype or x.device != self.keys.device:
-                needed = f"{self.keys.dtype} {want} on {self.keys.device}"
+            if not self._fits(x):
+                needed = f"{self.keys.dtype} {self._shape} on {self.keys.device}"
                 found = f"{x.dtype} {list(x.shape)} on {x.device}"
                 raise ValueError(f"{self.parts[0]}, layer {layer}: {name} must be {needed}, not {found}")
             if x.requires_grad and torch.is_grad_enabled():
                 raise ValueError(f"{self.parts[0]}, layer {layer}: a cache has no gradients, use torch.no_grad()")
 
+    @property
+    def _shape(self) -> list[int]:
+        """Of a call's keys, and of its values."""
+        return [self.segments.rows, self.segments.queries, self.keys.shape[2], self.keys.shape[4]]
+
+    def _fits(self, x: Tensor) -> bool:
+        return list(x.shape) == self._shape and x.dtype == self.keys.dtype and x.device == self.keys.device
+
     def _grid(self, store: Tensor) -> Tensor:
         """[blocks, Hkv, places, D] of one layer -> [B, S, Hkv, D]: each sample at the key start of its segment."""
         if self._all is None:
             entries = zip(self.parts, self.segments.entries, strict=True)
-            self._all = self._table((part, entry.key_start, 0) for part, entry in entries)
+            self._all = self._table((part, entry.key_start, 0) for part, entry in entries).to(store.device)
         row, column, block, place = self._all
         grid = store.new_full((self.segments.rows, self.segments.keys, *store.shape[1::2]), self.unwritten)
         grid[row, column] = store[block, :, place]
         return grid
 
     def _table(self, pieces: Iterable[tuple[Part, int, int]]) -> Tensor:
-        """int64 [4, tokens]: row, column, block and place of the positions from the third number on, columns from the
-        second."""
+        """int64 [4, tokens], on the host: row, column, block and place of the positions from the third number on,
+        columns from the second."""
         columns = []
         for part, column, first in pieces:
             positions = torch.arange(first, part.stop)
             grid = torch.stack((torch.full_like(positions, part.span.row), positions - first + column))
             columns.append(torch.cat((grid, self._places(part.sample, positions))))
-        return torch.cat(columns, 1).to(self.keys.device)
+        return torch.cat(columns, 1)
 
     def _places(self, sample: Hashable, positions: Tensor) -> Tensor:
         """int64 [2, positions]: block and place of each, on the host."""

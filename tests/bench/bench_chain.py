@@ -136,8 +136,8 @@ class _Held:
         self.cache._next = 0
         return self.segments
 
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cache.extend(layer, keys, values)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
 
 
 def _decode(ours: InferenceDecoder, ids: Tensor) -> Callable[[], None]:

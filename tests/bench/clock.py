@@ -40,6 +40,7 @@ def rehearsal() -> Iterator[None]:
 def graph(calls: list[Call], least: int = 8) -> Side:
     """The replay of a graph of the calls, gone through so often that the start of a graph does not count."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # for what the call reads
     with torch.cuda.stream(stream):
         calls[0]()
     torch.cuda.synchronize()

@@ -164,6 +164,7 @@ def together(draw: Draw) -> Iterator[Case]:
                     )
                     name = f"rotated_heads {dtype} {table} {batch} x {tokens} x {width}, inner rounding {inner}"
                     yield from _beside(name, "rotated_heads", norm_then_rope, given, inner)
+                    yield from _into_a_cache(name, given, whole[:, :, 9:], inner)
 
 
 def _beside(name: str, function: str, one_by_one: Any, given: Results, inner: bool) -> Iterator[Case]:
@@ -171,6 +172,31 @@ def _beside(name: str, function: str, one_by_one: Any, given: Results, inner: bo
     want = partial(one_by_one, *given, **options)
     for family in (cuda_rows, rms_norm):
         yield Case(f"{name}, {family.__name__}", partial(getattr(family, function), *given, **options), want)
+
+
+def _into_a_cache(name: str, given: Results, others: Tensor, inner: bool) -> Iterator[Case]:
+    """`rotated_heads` that stores keys and values as well: its results, then both stores."""
+    query, key, *rest = given
+    batch, tokens, heads, width = key.shape
+    value = others[:, :, :heads]
+    order = torch.arange(batch * tokens, device=key.device)
+    places = torch.stack((torch.where(order % 3 == 2, -1, order % 2), order // 2))
+
+    def stored(family: Any) -> Results:
+        stores = [key.new_full((2, heads, batch * tokens, width), float("nan")) for _ in range(2)]
+        options = {"eps": EPS, "round_before_weight": inner, "value": value, "slots": (*stores, places)}
+        return *family.rotated_heads(query, key, *rest, **options), *(store.nan_to_num(7) for store in stores)
+
+    def one_by_one() -> Results:
+        made = norm_then_rope(query, key, *rest, eps=EPS, round_before_weight=inner)
+        stores = [key.new_full((2, heads, batch * tokens, width), 7) for _ in range(2)]
+        block, place = places[:, places[0] >= 0]
+        for store, new in zip(stores, (made[3], value), strict=True):
+            store[block, :, place] = new.flatten(0, 1)[places[0] >= 0]
+        return *made, *stores
+
+    for family in (cuda_rows, rms_norm):
+        yield Case(f"{name}, into a cache, {family.__name__}", partial(stored, family), one_by_one)
 
 
 def residual_then_norm(residual: Tensor, x: Tensor, weight: Tensor, **options: Any) -> Results:

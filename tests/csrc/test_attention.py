@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import subprocess
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from rlspec import nvcc
 from rlspec.device import cuda_attention as cuda
 from rlspec.kernels import attention as in_triton
 
-KERNELS = ("forward", "fold", "pads", "delta", "dkv", "dq")
+KERNELS = ("forward", "decode", "fold", "pads", "delta", "dkv", "dq")
 MATRIX = ("forward", "dkv", "dq")
 needs_nvcc = pytest.mark.skipif(nvcc.find() is None, reason="needs nvcc")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -52,21 +53,32 @@ def test_products_run_on_the_warpgroup_matrix_unit() -> None:
 
 
 @needs_nvcc
-def test_exponentials_run_while_products_are_in_flight() -> None:
+def test_few_queries_are_the_columns_of_products_of_keys_and_values() -> None:
+    for part in disassembled("decode"):
+        widths = set(re.findall(r"HGMMA\.(64x\d+)x16\.F32", part))
+        assert widths in ({"64x8"}, {"64x32"}) and "UTMALDG.4D" in part
+
+
+@needs_nvcc
+def test_maxima_are_taken_while_sums_are_in_flight_and_multiplications_run_among_exponentials() -> None:
     for part in disassembled("forward"):
-        between = part.split("WARPGROUP.DEPBAR.LE gsb0, 0x1", 1)[1].split("WARPGROUP.DEPBAR.LE gsb0, 0x0", 1)[0]
-        assert between.count("MUFU.EX2") >= 24, "the wait for the sums was moved up before the exponentials"
+        maxima, behind = part.split("WARPGROUP.DEPBAR.LE gsb0, 0x1", 1)[1].split("WARPGROUP.DEPBAR.LE gsb0, 0x0", 1)
+        assert maxima.count("FMNMX") >= 32, "the wait for the sums was moved up before the maxima"
+        loop = behind.split("WARPGROUP", 1)[0]
+        codes = re.findall(r"^\s+/\*\w+\*/\s+(?:@\S+ )?(\w+)", loop, re.MULTILINE)
+        mixed = sum(pair == ("MUFU", "FMUL") for pair in itertools.pairwise(codes))
+        assert mixed >= 5, "the sums are rescaled in front of the exponentials or behind them"
 
 
 @needs_nvcc
 def test_kernels_of_the_forward_wait_before_they_touch_memory() -> None:
-    for name in ("forward", "fold", "pads"):
+    for name in ("forward", "decode", "fold", "pads"):
         for part in disassembled(name):
             before = part.split("ACQBULK", 1)  # griddepcontrol.wait
             assert len(before) == 2, f"{name} may start early and does not wait"
             assert not re.search(r"\b(STG|RED|ATOMG|UTMALDG)\b", before[0]), name
-            reads = set(re.findall(r"\bLDG[.\w]*", before[0]))  # the fold looks up its segment, past L1
-            assert all("STRONG" in read for read in reads) and (name == "fold" or not reads), (name, reads)
+            reads = set(re.findall(r"\bLDG[.\w]*", before[0]))  # two look up a segment, past L1
+            assert all("STRONG" in read for read in reads) and (name in ("decode", "fold") or not reads), (name, reads)
 
 
 def test_the_contract_is_that_of_triton() -> None:
@@ -76,6 +88,14 @@ def test_the_contract_is_that_of_triton() -> None:
     for name in ("forward", "paged", "backward", "attention"):
         ours, theirs = (getattr(module, name).__annotations__ for module in (cuda, in_triton))
         assert ours == theirs, name
+
+
+def test_few_blocks_of_threads_share_the_splits_of_a_row() -> None:
+    pairs = 8  # of a key head and a sample
+    assert [cuda._share(splits, pairs, 4, 128) for splits in (1, 4, 5, 8, 9)] == [2, 2, 1, 1, 0]
+    assert [cuda._share(3, n * pairs, 4, 128) for n in (1, 2, 3)] == [2, 1, 0]
+    assert [cuda._share(3, pairs, rows, 128) for rows in (8, 9, 32, 33)] == [2, 1, 1, 0]
+    assert cuda._share(3, pairs, 4, 64) == 1
 
 
 def sample(length: int = 8, width: int = 64, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -136,3 +156,26 @@ def test_on_a_gpu() -> None:
 
     failed = [(name, detail) for name, ok, detail in checks(torch.device("cuda")) if not ok]
     assert not failed
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize(("rows", "length"), [(1, 300), (1, 1025), (2, 1500), (1, 4096)])
+def test_decodes_one_behind_the_other_have_the_bits_of_one_alone(rows: int, length: int) -> None:
+    shapes = ((rows, 1, 32, 128), (rows, length, 8, 128), (rows, length, 8, 128))
+    query, key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    entries = [[row, 0, 1, 0, length - row] for row in range(rows)]
+    given = (query, cuda._Cache(key, value, None, 0), torch.tensor(entries, dtype=torch.int32, device="cuda"), 0.1, 1)
+    want = cuda._forward(*given, length, None, None, split=False)
+    assert cuda._share(cuda.SCHEDULE.count(length), 8 * rows, 4, 128)
+    cuda._forward(*given, length, None, None)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [cuda._forward(*given, length, None, None) for _ in range(10)]
+    for _ in range(20):
+        for out, lse in found:
+            out.fill_(0.5)
+            lse.fill_(0.5)
+        graph.replay()
+        assert all(torch.equal(x, y) for one in found for x, y in zip(one, want, strict=True))

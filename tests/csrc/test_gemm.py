@@ -107,6 +107,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "dtypes": (lambda: cuda.det_gemm(rows(4, 24), rows(8, 24, dtype=FP16)), "both be"),
     "fp64": (lambda: cuda.det_gemm(rows(4, 24).double(), rows(8, 24).double()), "both be"),
     "out_dtype": (lambda: cuda.lm_head(rows(4, 24), rows(8, 24), out_dtype=torch.float64), "out_dtype"),
+    "gates": (lambda: cuda.gate_up(rows(4, 24), rows(7, 24)), "gate_up takes"),
+    "gates, device": (lambda: cuda.gate_up(rows(4, 24), rows(8, 24)), "run on CUDA"),
     "fold, device": (lambda: cuda.fold(torch.zeros(8, 24), rows(4, 24), rows(4, 8), BLOCKS), "run on CUDA"),
     "fold, rows": (lambda: cuda.fold(torch.zeros(8, 24), rows(4, 24), rows(5, 8), BLOCKS), "fold takes"),
     "fold, shape": (lambda: cuda.fold(torch.zeros(8, 20), rows(4, 24), rows(4, 8), BLOCKS), "fold takes"),
@@ -133,10 +135,17 @@ def test_what_is_refused(name: str) -> None:
         call()
 
 
+def test_gate_and_up_of_many_rows_or_fp32_have_no_kernel() -> None:
+    assert cuda.gate_up(rows(9, 24), rows(8, 24)) is None
+    assert cuda.gate_up(rows(4, 24, dtype=FP32), rows(8, 24, dtype=FP32)) is None
+    assert cuda.gate_up(rows(4, 20), rows(8, 20)) is None
+
+
 def test_signatures_are_those_of_triton() -> None:
     for name, ours, theirs in (
         ("det_gemm", cuda.det_gemm, triton_gemm.det_gemm),
         ("lm_head", cuda.lm_head, triton_gemm.lm_head),
+        ("gate_up", cuda.gate_up, triton_gemm.gate_up),
         ("fold", cuda.fold, triton_gemm.fold),
         ("linear_logprob", cuda.linear_logprob, triton_head.linear_logprob),
         ("fold_logprob", cuda.fold_logprob, triton_head.fold),
@@ -199,7 +208,25 @@ def test_a_weight_at_rest_gives_the_same_bits(count: int, width: int) -> None:
         rows = cuda_rows.embedding(ids, x)  # behind it the weight rests
         with cuda.weights_at_rest():
             found = [cuda.det_gemm(rows, used), cuda.det_gemm(cuda_rows.residual_add(rows, rows), used)]
+            both = cuda.gate_up(rows, used)
         assert same(found[0], wanted[turn % 2]) and same(found[1], wanted[turn % 2] * 2)
+        assert both is None if count > 8 else same(both[0], wanted[turn % 2])
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize(("columns", "width"), [(12288, 4096), (1001, 520), (33, 136), (200, 4104), (7, 8)])
+def test_gate_and_up_at_once_have_the_bits_of_the_operators(columns: int, width: int, dtype: torch.dtype) -> None:
+    weight = draw(2 * columns, width, seed=1, dtype=dtype) / 8
+    for count in range(1, 9):
+        x = draw(count, width, dtype=dtype)
+        wanted = triton_gemm.det_gemm(x, weight)
+        activated = cuda_rows.swiglu(wanted[:, :columns], wanted[:, columns:])
+        assert all(map(same, cuda.gate_up(x[:, None], weight), (wanted[:, None], activated[:, None])))
+        for tile in cuda.LEAN:
+            made = torch.full_like(wanted, float("nan")), torch.full_like(activated, float("nan"))
+            cuda._gated_product(x, weight, *made, tile)
+            assert same(made[0], wanted) and same(made[1], activated), (count, tile)
 
 
 @gpu
@@ -251,7 +278,7 @@ def test_bits_do_not_depend_on_rows_or_neighbours() -> None:
 
 @gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("shape", [(1000, 768, 512), (100, 200, 328), (16, 64, 64)])
+@pytest.mark.parametrize("shape", [(1000, 768, 512), (100, 200, 328), (16, 64, 64), (16, 8, 8), (65, 6152, 4104)])
 def test_the_fold_has_the_bits_of_triton_for_any_cut_and_table(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     count, columns, width = shape
     x, dy = draw(count, width, dtype=dtype), draw(count, columns, seed=1, dtype=dtype)
@@ -265,6 +292,16 @@ def test_the_fold_has_the_bits_of_triton_for_any_cut_and_table(shape: tuple[int,
                 part = blocks[first : first + cut]
                 cuda.fold(total, x, dy, part.cuda() if on_device else part)
             assert same(total, wanted), (cut, on_device)
+
+
+@gpu
+def test_the_fold_into_a_weight_whose_rows_are_no_multiple_of_8_has_the_bits_of_triton() -> None:
+    x, dy, before = draw(100, 328, dtype=BF16), draw(100, 72, seed=1, dtype=BF16)[:, :70], draw(70, 328, seed=2)
+    totals = [before.clone() for _ in range(2)]
+    for module, total in zip((triton_gemm, cuda), totals, strict=True):
+        for rows in (slice(48), slice(48, None)):
+            module.fold(total, x[rows], dy[rows])
+    assert same(*totals)
 
 
 @gpu

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlspec import nvcc
-from rlspec.device import cuda_rows
+from rlspec.device import cuda_gemm, cuda_rows
 from tests.csrc import row_cases
 from tests.csrc.row_cases import BF16, EPS, FP32, Draw, gradients, same
 from tests.kernels.interpreted import gpu
@@ -165,3 +165,23 @@ def test_a_graph_has_the_bits_of_a_launch() -> None:
         captured = [operator(*leaves, **rest) for operator, leaves, rest, _ in runs]
     graph.replay()
     assert all(same(one, plain) for one, (*_, plain) in zip(captured, runs, strict=True))
+
+
+@gpu
+def test_a_residual_that_is_read_while_the_product_is_at_work_is_whole() -> None:
+    draw = Draw("cuda")
+    x, weight, matrix = draw(3, 4096), draw(4096), draw(4096, 4096) / 64
+
+    def stream() -> tuple[Tensor, Tensor]:
+        total, normal = x.float(), x
+        for _ in range(100):
+            product = cuda_gemm.det_gemm(normal, matrix)
+            made = cuda_rows.residual_norm(total, product, weight, eps=EPS)
+            assert made is not None
+            total, normal = made
+        return total, normal
+
+    want = stream()
+    torch.cuda.synchronize()  # the weights rest
+    with cuda_gemm.weights_at_rest():
+        assert all(map(same, stream(), want))

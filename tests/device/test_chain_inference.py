@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlspec.device import observe
+from rlspec.device import cuda_gemm, observe
 from rlspec.device.chain_inference import InferenceDecoder
 from rlspec.device.comparing import identical
 from rlspec.device.decoder import Decoder, Site, Span
-from rlspec.device.kv_cache import ContiguousCache
+from rlspec.device.kv_cache import ContiguousCache, PagedCache
 from rlspec.device.operators import Operators
+from rlspec.kernels import det_gemm, swiglu
 from tests.device.test_chain_kernels import ordered_products  # noqa: F401
 from tests.device.test_chain_model import model
 from tests.kernels.interpreted import gpu, interpreted
@@ -49,6 +50,32 @@ def shown(
     with torch.no_grad():
         out = made(ids, capture=lambda node, tensor: nodes.update({node: tensor.clone()}))
     return nodes | {"logits": out.logits}
+
+
+def stepped(
+    kind: type[Decoder], decoder: Decoder, implementation: str, cache: type[Any] = ContiguousCache, ids: Tensor = IDS
+) -> dict[Any, Tensor]:
+    """Every node's result in two calls through a cache, the second of one token, and what the cache holds then."""
+    made, found = kind.of(decoder, Operators(implementation)), {}
+    room: dict[str, Any] = {"pages": 8, "page_size": 2} if cache is PagedCache else {"samples": 2, "positions": 8}
+    options = {"dtype": decoder.dtype, "device": ids.device, "backend": implementation}
+    held = cache(made.architecture, **room, **options)
+    held.open(0, 1)
+    spans = [Span(0, 0, 5), Span(1, 1, 4)]
+    with torch.no_grad():
+        for step, (tokens, places) in enumerate(((ids, spans), (ids[:, :1], [Span(0, 0, 1), Span(1, 0, 1)]))):
+            made(
+                tokens,
+                spans=places,
+                cache=held.of(0, 1),
+                capture=lambda node, tensor, step=step: found.update({(step, node): _of(places, tensor)}),  # noqa: B023
+            )
+    assert held.lengths == {0: 6, 1: 5} and held.strays() == 0
+    return found | {"keys": held.keys.nan_to_num(7), "values": held.values.nan_to_num(7)}
+
+
+def _of(spans: list[Span], grid: Tensor) -> Tensor:
+    return torch.cat([grid[row, start : start + length] for row, start, length in spans])
 
 
 def same(got: dict[Any, Tensor], want: dict[Any, Tensor]) -> bool:
@@ -94,7 +121,9 @@ def other(kind: type[Decoder], change: str) -> type[Decoder]:
                 options["eps"] = 1e-3
             made = super().operate(at, name, operator, *arguments, **options)
             if at.layer == 0 and name == change:
-                return made.mul_(1.5) if name.endswith("residual") else made * 1.5
+                return made.mul_(1.5) if name.endswith(("residual", "up_proj")) else made * 1.5
+            if at.layer == 0 and (name, change) == ("self_attn.k_rope", "in place"):
+                made.mul_(1.5)
             return made
 
         def weight(self, name: str) -> Tensor:
@@ -151,11 +180,75 @@ def test_kernels_of_several_operators_give_the_bits_of_each(ordered_products: No
     assert not {"_of_sum", "_rotated"} & set(seen.triton)
 
 
+@pytest.fixture
+def gated_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels are right for fp32 alone, which tensor memory access would not be asked for."""
+    monkeypatch.setattr(det_gemm, "_through_tma", lambda *tensors: all(map(det_gemm._suits, tensors)))
+
+
 @interpreted
-def test_a_call_that_was_not_foreseen_is_computed(ordered_products: None) -> None:  # noqa: F811
+def test_gate_up_and_swiglu_are_one_kernel(
+    ordered_products: None,  # noqa: F811
+    gated_in_fp32: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder, launches, launch = model(layers=2), [], swiglu._launch
+    monkeypatch.setattr(swiglu, "_launch", lambda *arguments: launches.append(1) or launch(*arguments))
+    with observe.watch() as seen:
+        got = shown(InferenceDecoder, decoder, "triton")
+    assert det_gemm.GATED in seen.triton and not launches
+    assert same(got, shown(OneByOne, decoder, "triton")) and len(launches) == 2
+
+
+@pytest.mark.parametrize("cache", [ContiguousCache, PagedCache])
+@interpreted
+def test_keys_and_values_are_stored_where_they_are_made(ordered_products: None, cache: type[Any]) -> None:  # noqa: F811
+    decoder = model(layers=2)
+    with observe.watch() as seen, seen.call(launches=True):
+        got = stepped(InferenceDecoder, decoder, "triton", cache)
+    assert "_rotated" in seen.triton and "_write" not in seen.triton
+    with observe.watch() as seen, seen.call(launches=True):
+        want = stepped(OneByOne, decoder, "triton", cache)
+    assert "_write" in seen.triton and same(got, want)
+
+
+@pytest.mark.parametrize("change", ["self_attn.k_norm", "self_attn.k_rope", "self_attn.v_proj", "in place", "cache"])
+@interpreted
+def test_what_is_changed_on_its_way_into_the_cache_is_stored_changed(ordered_products: None, change: str) -> None:  # noqa: F811
+    decoder, cache = model(layers=2), ContiguousCache
+    if change == "cache":
+
+        class Lost(ContiguousCache):
+            def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+                super().write(layer, keys, values if layer else values * 0)
+
+        cache = Lost
+    want = stepped(other(OneByOne, change), decoder, "triton", cache)
+    assert same(stepped(other(InferenceDecoder, change), decoder, "triton", cache), want)
+    right = stepped(OneByOne, decoder, "triton")
+    assert not identical(want["keys"], right["keys"]) or not identical(want["values"], right["values"])
+
+
+@interpreted
+def test_an_attention_that_does_not_store_leaves_nothing_behind(ordered_products: None) -> None:  # noqa: F811
+    def of(kind: type[Decoder]) -> type[Decoder]:
+        class Doubled(kind):
+            def attend(self, sites: Any, parts: Any, cache: Any) -> Any:
+                return super().attend(sites, [(query, key * 2, value) for query, key, value in parts], cache)
+
+        return Doubled
+
+    decoder = model(layers=2)
+    want = stepped(of(OneByOne), decoder, "triton")
+    assert same(stepped(of(InferenceDecoder), decoder, "triton"), want)
+
+
+@interpreted
+def test_a_call_that_was_not_foreseen_is_computed(ordered_products: None, gated_in_fp32: None) -> None:  # noqa: F811
     decoder = model(layers=2)
     right = shown(OneByOne, decoder, "triton")["logits"]
-    for change in ("option", "self_attn.residual"):  # of projections: `test_a_fault_at_any_door_has_its_effect`
+    # Of other projections: `test_a_fault_at_any_door_has_its_effect`.
+    for change in ("option", "self_attn.residual", "mlp.gate_proj", "mlp.up_proj"):
         want = shown(other(OneByOne, change), decoder, "triton")
         assert same(shown(other(InferenceDecoder, change), decoder, "triton"), want)
         assert not identical(want["logits"], right)
@@ -169,8 +262,21 @@ def test_a_call_that_was_not_foreseen_is_computed(ordered_products: None) -> Non
 def test_the_bits_on_a_gpu(implementation: str, products: list[str]) -> None:
     decoder = on_gpu(model(layers=2, dtype=torch.bfloat16))
     got = shown(InferenceDecoder, decoder, implementation, IDS.cuda())
-    assert len(products) == 2 * 4
+    assert len(products) == 2 * (4 if implementation == "cuda" else 3)  # 10 rows: more than gate and up at once take
     assert same(got, shown(OneByOne, decoder, implementation, IDS.cuda()))
+
+
+@gpu
+@pytest.mark.parametrize("implementation", ["triton", "cuda"])
+def test_few_rows_on_a_gpu_have_gate_up_and_swiglu_in_one_kernel(implementation: str, products: list[str]) -> None:
+    decoder, ids = on_gpu(model(layers=2, dtype=torch.bfloat16)), IDS[:, :4].cuda()
+    with observe.watch() as seen:
+        got = shown(InferenceDecoder, decoder, implementation, ids)
+    assert len(products) == 2 * 3 and {det_gemm.GATED, cuda_gemm.GATED} & {*seen.triton, *seen.native}
+    assert same(got, shown(OneByOne, decoder, implementation, ids))
+    for change in ("mlp.gate_proj", "mlp.up_proj", "weight"):
+        want = shown(other(OneByOne, change), decoder, implementation, ids)
+        assert same(shown(other(InferenceDecoder, change), decoder, implementation, ids), want)
 
 
 @gpu
@@ -217,3 +323,14 @@ def test_a_graph_of_a_token_gives_the_bits_of_a_call(implementation: str) -> Non
         got.fill_(float("nan"))
         graph.replay()
         assert identical(got, want)
+
+
+@gpu
+@pytest.mark.parametrize("cache", [ContiguousCache, PagedCache])
+@pytest.mark.parametrize("implementation", ["triton", "cuda"])
+def test_keys_and_values_are_stored_where_they_are_made_on_a_gpu(implementation: str, cache: type[Any]) -> None:
+    decoder = on_gpu(model(layers=2, dtype=torch.bfloat16))
+    want = stepped(OneByOne, decoder, implementation, cache, IDS.cuda())
+    with observe.watch() as seen:
+        assert same(stepped(InferenceDecoder, decoder, implementation, cache, IDS.cuda()), want)
+    assert not {"_write", "kv_cache_write"} & {*seen.triton, *seen.native}

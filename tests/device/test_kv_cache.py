@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rlspec import catalog
+from rlspec.device import kv_cache
 from rlspec.device.architecture import read
 from rlspec.device.decoder import Decoder, Span
 from rlspec.device.kv_cache import ContiguousCache, PagedCache
@@ -185,6 +186,74 @@ def test_what_was_written_is_what_is_read_and_given(kind, layout, dtype):
         assert torch.equal(came[sample], whole)
         assert torch.equal(torch.stack([torch.stack(cache.read(layer, sample)) for layer in (0, 1)]), whole)
     assert cache.strays() == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_say_where_each_token_is_stored(kind, layout):
+    cache, plain = (make(kind, small(), dtype=torch.float32, backend=backend) for backend in ("cuda", None))
+    spans, generator = LAYOUTS[layout], torch.Generator().manual_seed(1)
+    for one in (cache, plain):
+        one.open(*range(3))
+        one.begin(spans, WIDTH)
+    for layer in range(2):
+        grids = torch.randn(2, max(span.row for span in spans) + 1, WIDTH, 2, 16, generator=generator).unbind()
+        keys, values, (block, place) = cache.slots(layer, *grids)
+        stored = block >= 0
+        assert int(stored.sum()) == sum(LENGTHS)
+        for store, grid in ((keys, grids[0]), (values, grids[1])):
+            store[block[stored], :, place[stored]] = grid.flatten(0, 1)[stored]
+        cache.stored(layer, *grids)
+        cache.write(layer, *grids)
+        plain.write(layer, *grids)
+    assert cache.lengths == plain.lengths and cache.strays() == 0
+    assert torch.equal(cache.keys.nan_to_num(7), plain.keys.nan_to_num(7))
+    assert torch.equal(cache.values.nan_to_num(7), plain.values.nan_to_num(7))
+
+
+def test_only_what_was_stored_is_not_written_again(monkeypatch):
+    written = []
+    monkeypatch.setitem(kv_cache._WRITERS, "cuda", lambda pairs, table: written.append(pairs))
+    cache = make("contiguous", small(), backend="cuda")
+    cache.open(0)
+
+    def after(change):
+        written.clear()
+        cache.of(0).begin([Span(0, 0, 1)], 1)
+        for layer in range(2):
+            keys, values = pair(1, 1, 2, 16)
+            cache.stored(layer, keys, values)
+            keys, values = change(keys, values)
+            cache.write(layer, keys, values)
+        return len(written)
+
+    assert after(lambda keys, values: (keys, values)) == 0
+    for change in (
+        lambda keys, values: (keys.mul_(2), values),
+        lambda keys, values: (keys, values.add_(1)),
+        lambda keys, values: (keys.clone(), values),
+        lambda keys, values: (values, keys),
+    ):
+        assert after(change) == 2
+
+
+def test_no_slots_where_a_write_would_do_otherwise():
+    class Twice(ContiguousCache):
+        def write(self, layer, keys, values):
+            super().write(layer, keys * 2, values)
+
+    options = {"samples": 1, "positions": 16}
+    given = pair(1, 1, 2, 16)
+    for cache, there in (
+        (ContiguousCache(small(), backend="cuda", **options), True),
+        (ContiguousCache(small(), **options), False),
+        (Twice(small(), backend="cuda", **options), False),
+    ):
+        cache.open(0)
+        assert cache.slots(0, *given) is None
+        cache.begin([Span(0, 0, 1)], 1)
+        assert (cache.slots(0, *given) is not None) is there
+        assert cache.slots(1, *given) is None and cache.slots(0, *pair(1, 2, 2, 16)) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)

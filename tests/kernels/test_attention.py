@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlspec.kernels import attention as kernel
-from tests.kernels.interpreted import INTERPRETING, compiled, gpu, hopper, interpreted, spills
+from tests.kernels.interpreted import INTERPRETING, compiled, gpu, hopper, interpreted, spills, waits
 
 Entry = tuple[int, int, int, int, int]
 SHORT = kernel.Schedule(64, 128, 128)
@@ -308,6 +309,7 @@ def test_kernels_compile_for_hopper(width: int, monkeypatch: pytest.MonkeyPatch)
         kernel._forward(q, cache, entry, 0.1, 1024, 1024, None, None, split=False, bulk=True)
     assert set(found) == set(KERNELS)
     assert all(one.metadata.shared <= 232448 for one in (decode, *found.values()))
+    assert not any(map(waits, (decode, *found.values())))
     assert spills(decode) == 0 and "HMMA" in decode.asm["sass"]
     for name in ("_forward_kernel", "_dq_kernel", "_dkv_kernel"):
         sass = found[name].asm["sass"]
@@ -315,6 +317,25 @@ def test_kernels_compile_for_hopper(width: int, monkeypatch: pytest.MonkeyPatch)
         assert 2 * sass.count("WARPGROUP.DEPBAR") <= sass.count("HGMMA"), name
     hot = {64: 3, 128: 2, 256: 1}[width]  # dK and dV spill a little outside the loop at 128, within it at 256
     assert [spills(found[name]) for name in ("_forward_kernel", "_dq_kernel", "_dkv_kernel")[:hot]] == [0] * hot
+
+
+@pytest.mark.parametrize("page", [0, 16, 64])
+@compiled
+def test_splits_that_start_early_wait_before_they_read(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.bfloat16() for x in sample(4096, 8, 2, 128))
+    cache = kernel._Cache(k, v, None, 0)
+    if page:
+        pages = [x.unflatten(1, (-1, page)).flatten(0, 1) for x in (k, v)]
+        cache = kernel._Cache(*pages, torch.zeros(1, 4096 // page, dtype=torch.int32), page)
+    monkeypatch.setattr(kernel, "_behind", lambda _: {"BEHIND": True, "launch_pdl": True})
+    with compiling(monkeypatch) as found:
+        for keys in (1024, 4096):
+            kernel._forward(q[:, :1], cache, table((0, 0, 1, 0, keys)), 0.1, 1, keys, None, None)
+            for one in (found["_forward_kernel"], found["_fold_kernel"]):
+                before = one.asm["sass"].split("ACQBULK")[0]
+                assert waits(one) and spills(one) == 0 and not re.search(r"\b(STG|LDGSTS|UTMALDG)\b", before)
+                assert all("STRONG.GPU" in read for read in re.findall(r"\bLDG[.\w]*", before))
+            assert "CCTL.E.PF2" in found["_forward_kernel"].asm["sass"].split("ACQBULK")[0]
 
 
 @gpu

@@ -11,8 +11,8 @@ FOLDER = Path(__file__).parents[2] / "kernels"
 COPIES = {
     "Launch": {"combine", "det_gemm", "grouped_gemm", "linear_logprob", "rms_norm", "router", "row_reductions"},
     "_on": {"combine", "det_gemm", "grouped_gemm", "linear_logprob", "rms_norm", "router", "row_reductions"},
-    "_in_turn": {"kv_cache", "residual_add", "rms_norm", "rope", "swiglu"},
-    "_behind": {"det_gemm", "kv_cache", "residual_add", "rms_norm", "rope", "swiglu"},
+    "_in_turn": {"attention", "kv_cache", "residual_add", "rms_norm", "rope", "swiglu"},
+    "_behind": {"attention", "det_gemm", "kv_cache", "residual_add", "rms_norm", "rope", "swiglu"},
     "_place": {"det_gemm", "linear_logprob"},
     "_check_blocks": {"det_gemm", "linear_logprob", "rms_norm", "router"},
 }

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rlspec.kernels import det_gemm as gemm
 from rlspec.kernels.det_gemm import Tile, det_gemm, fold, lm_head
-from tests.kernels.interpreted import behind, compiled, gpu, hopper, interpreted, spills
+from rlspec.kernels.swiglu import swiglu
+from tests.kernels.interpreted import behind, compiled, gpu, hopper, interpreted, spills, waits
 
 BF16 = torch.bfloat16
 TABLE = sorted({tile for entries in gemm.TILES.values() for _, tile in entries})
@@ -77,6 +78,24 @@ def test_each_kind_of_tile_is_the_product(tile: Tile, rows: int) -> None:
     x, weight, out = draw(rows, 72), draw(200, 72, seed=1), torch.full((rows, 200), float("nan"))
     gemm._product(x, weight, out, tile)(x.device)
     assert error(out, x.double() @ weight.double().t()) < 1e-6
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@interpreted
+def test_gate_and_up_are_their_products_and_swiglu_is_of_them(rows: int) -> None:
+    # Integers, as above. 40 columns each are a whole tile and a part of one, whose box of gates reaches into the ups.
+    x, weight = draw(rows, 72).mul(2).round(), draw(80, 72, seed=1).mul(2).round()
+    both, activated = torch.full((rows, 80), float("nan")), torch.full((rows, 40), float("nan"))
+    gemm._gated_product(x, weight, both, activated, Tile("gated", 16, 32, 32, 4, 2))(x.device)
+    assert same(both, det_gemm(x, weight))
+    assert same(activated, swiglu(both[:, :40], both[:, 40:]))
+
+
+@interpreted
+def test_gate_and_up_of_many_rows_or_fp32_have_no_kernel() -> None:
+    assert gemm.gate_up(draw(1, 64), draw(128, 64)) is None
+    with pytest.raises(ValueError, match="gate_up takes"):
+        gemm.gate_up(draw(1, 64), draw(127, 64))
 
 
 @pytest.mark.parametrize("tile", SMALL[2:4], ids=lambda tile: tile.kind)
@@ -204,6 +223,14 @@ def test_every_tile_compiles_without_spills(tile: Tile) -> None:
     assert not steps or compiled_one.asm["sass"].count("WARPGROUP.ARRIVE") < steps
 
 
+@compiled
+def test_the_product_of_gate_and_up_compiles_without_spills() -> None:
+    x, weight = torch.empty(1, 512, dtype=BF16), torch.empty(256, 512, dtype=BF16)
+    with hopper():
+        made = warm(gemm._gated_product(x, weight, torch.empty(1, 256, dtype=BF16), torch.empty(1, 128, dtype=BF16)))
+    assert spills(made) == 0 and waits(made) and "HGMMA" in made.asm["sass"]
+
+
 @pytest.mark.parametrize("resume", [True, False])
 @compiled
 def test_the_fold_compiles_without_spills(resume: bool) -> None:
@@ -243,6 +270,20 @@ def test_bits_do_not_depend_on_the_tile(rows: int, width: int) -> None:
             out = torch.full((rows, 416), float("nan"), dtype=out_dtype, device="cuda")
             gemm._product(x, weight, out, tile)(x.device)
             assert same(out, wanted.to(out_dtype)), (tile, out_dtype)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize(("columns", "width"), [(12288, 4096), (1001, 520), (33, 136), (7, 8)])
+def test_gate_and_up_at_once_have_the_bits_of_the_operators(columns: int, width: int, dtype: torch.dtype) -> None:
+    weight = draw(2 * columns, width, seed=1, dtype=dtype, device="cuda") / 8
+    for rows in (1, 2, 3, 8, 16):
+        x = draw(rows, 1, width, dtype=dtype, device="cuda")
+        want = det_gemm(x, weight)
+        made = gemm.gate_up(x, weight)
+        assert made is not None and same(made[0], want)
+        assert same(made[1], swiglu(want[..., :columns], want[..., columns:]))
+    assert gemm.gate_up(draw(17, width, dtype=dtype, device="cuda"), weight) is None
 
 
 @gpu

@@ -84,6 +84,26 @@ def test_rotated_heads_are_the_two_operators(width: int, grid: tuple[int, int], 
     assert norm.rotated_heads(query[..., :6], key[..., :6], *[draw(6)] * 2, *[draw(*grid, 3)] * 2, eps=EPS) is None
 
 
+@interpreted
+def test_rotated_keys_and_values_go_into_the_cache_too() -> None:
+    joined = draw(2, 5, 5, 16)
+    query, key, value = joined[:, :, :2], joined[:, :, 2:3], joined[:, :, 4:]
+    given = (query, key, *[draw(16, seed=i) for i in (1, 2)], *[draw(2, 5, 8, seed=i) for i in (3, 4)])
+    keys, values = (torch.full((3, 1, 6, 16), float("nan")) for _ in range(2))
+    block = torch.tensor([[0, -1, 0, 2, -1], [-1, 1, 1, 1, -1]])
+    place = torch.tensor([[3, 9, 0, 5, 9], [9, 1, 2, 3, 9]])
+    places = torch.stack((block, place)).flatten(1)
+    found = norm.rotated_heads(*given, eps=EPS, value=value, slots=(keys, values, places))
+    alone = norm.rotated_heads(*given, eps=EPS)
+    assert found is not None and alone is not None and all(map(same, found, alone))
+    stored = block >= 0
+    for store, new in ((keys, alone[3]), (values, value)):
+        want = torch.full_like(store, float("nan"))
+        want[block[stored], :, place[stored]] = new[stored]
+        assert torch.equal(store.nan_to_num(7), want.nan_to_num(7))
+    assert norm.rotated_heads(*given, eps=EPS, value=value[..., ::2], slots=(keys, values, places)) is None
+
+
 @pytest.mark.parametrize("width", [128, 96])
 @interpreted
 def test_a_row_has_the_same_bits_in_every_layout(width: int) -> None:
