@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
-from rlspec import document, schema
+from rlspec import config_json, document, schema
 from rlspec.errors import SpecError
 from rlspec.model import Problem
 
@@ -103,11 +102,11 @@ def whole(name: str, near: Path) -> dict[str, Any]:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = config_json.parse(path.read_bytes())
     except (OSError, ValueError) as error:
         raise SpecError(f"{path}: not a readable config.json: {error}") from None
-    if not isinstance(config, dict):
-        raise SpecError(f"{path}: a config.json holds one object")
+    if problems := config_json.oversized(config):
+        raise SpecError(f"{path}: {'; '.join(problems)}")
     return config
 
 

@@ -19,6 +19,7 @@ from rlspec.workloads import Tier
 CATEGORIES: Mapping[str, Status] = {
     "green": "PASS",
     "red_verdict": "FAIL",
+    "red_without_gradients": "FAIL",
     "red_no_backward": "FAIL",
     "red_provenance": "ERROR",
     "cannot_fail": "ERROR",
@@ -33,6 +34,7 @@ CATEGORIES: Mapping[str, Status] = {
 MEANING: Mapping[str, str] = {
     "green": "every comparison of the cell is within its row, or equal to the bit",
     "red_verdict": "a comparison is outside its row, or differs to the bit",
+    "red_without_gradients": "a forward without gradients, as an engine runs it, has other bits than one with them",
     "red_no_backward": "a gradient is asked for, and none flows through the operator",
     "red_provenance": "what ran is not what the arm or the candidate declares: another implementation or device, a "
     "fallback to torch, TF32, autocast, or state of the process that the operator changed",
@@ -100,6 +102,7 @@ def judge(measured: Mapping[str, Any], asked: Asked, *, cannot_fail: str) -> Fin
         lines = [line for line in cell["comparisons"] if line["judgment"] == asked.judgment]
         broken = _broken(cell, lines, asked, environment)
         finding = Finding(category="broken", reason=broken) if broken else _compared(lines, asked)
+        finding = _also_without_gradients(finding, cell, asked)
     passed = cell["passed_by"].get(asked.judgment, [])
     if passed and finding.category == "green" and cannot_fail == "error":
         finding = Finding(category="cannot_fail", reason=f"the row would also pass a candidate that is {passed[0]}")
@@ -144,6 +147,8 @@ def _broken(cell: Mapping[str, Any], lines: Lines, asked: Asked, environment: Ma
     known = {one.name: one.digest for one in layouts.of(tier) if not nodes.left_out(one, device)}
     if cell["layouts"] != known:
         return "the layouts are not those of the workload"
+    if asked.tier.cases >= 2 and "without_gradients" not in cell:
+        return "nothing is said of forwards without gradients"
     wanted = {_key(one): one for one in nodes.expected(asked.operator, tier, asked.judgment, device)}
     if not wanted:
         return "the workload asks for no comparison here, so nothing was judged"
@@ -252,6 +257,16 @@ def _compared(lines: Lines, asked: Asked) -> Finding:
         statistic=statistic,
         evidence={**evidence, "first_failure": first, "failing": _failing(wrong)},
     )
+
+
+def _also_without_gradients(finding: Finding, cell: Mapping[str, Any], asked: Asked) -> Finding:
+    """Compared are forwards without gradients; those with them must be the same, or nothing is known of them."""
+    apart = cell.get("without_gradients") or ()
+    if asked.gradient or not apart or finding.category != "green":
+        return finding
+    more = f"; {len(apart) - 1} more such calls or layouts" if len(apart) > 1 else ""
+    evidence = {**finding.evidence, "failing": list(apart)}
+    return replace(finding, category="red_without_gradients", reason=f"{apart[0]}{more}", evidence=evidence)
 
 
 def _problem(line: Mapping[str, Any], asked: Asked) -> str | None:

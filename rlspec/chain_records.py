@@ -48,6 +48,10 @@ _FORMS: Mapping[str, Mapping[str, Types]] = {
     },
 }  # fmt: skip
 _OPTIONAL: Mapping[str, Types] = {"yardstick": (dict,), "differing": (int, type(None)), "dlogp": (list,), **ACCURACY}
+_ROUTES: Mapping[str, Types] = {"routes": (dict,)}  # of a mixture of experts; older records have none
+_ROUTED: Mapping[str, Types] = {
+    "choices": _WHOLE, "tokens": _WHOLE, "of": _WHOLE, "wrong": _WHOLE, "widest": _NUMBER,
+}  # fmt: skip
 _LISTS = {  # records of which there are many -> where an arm has them
     "phase": "phases", "cell": "cells", "logprobs": "logprobs", "trace": "traces", "operator": "operators",
     "comparison": "comparisons",
@@ -98,7 +102,9 @@ def _check(place: str, arm: Mapping[str, Any]) -> None:
         raise RunError(f"{place}: no line says what ran")
     for kind in _SINGLE:
         if arm[kind] is not None:
-            formed(f"{place}, {kind}", arm[kind], _FORMS[kind])
+            formed(f"{place}, {kind}", arm[kind], _FORMS[kind], _ROUTES if kind == "depth" else {})
+    if (arm["depth"] or {}).get("routes"):
+        formed(f"{place}, routes", arm["depth"]["routes"], _ROUTED)
     formed(f"{place}, environment", arm["run"]["environment"],
            {"device": _TEXT, "tf32": (bool,), "autocast": (bool,)}, None)  # fmt: skip
     for kind, name in _LISTS.items():

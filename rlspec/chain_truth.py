@@ -32,7 +32,18 @@ def ended(measured: Mapping[str, Any], asked: Asked) -> Finding | None:
     if run["parameters"] != len(asked.sizes.parameters):
         reason = f"{run['parameters']} parameters, the model has {len(asked.sizes.parameters)}"
         return Finding(category="broken", reason=reason)
+    if constant := _constant(measured):
+        return Finding(category="broken", reason=constant)
     return None
+
+
+def _constant(measured: Mapping[str, Any]) -> str | None:
+    """Why nothing could fail, or None; log-probs that are alike where the reference's are not are a plain error."""
+    sides = [one["values"] for one in measured["logprobs"] if one["execution"] in (CANONICAL, REFERENCE)]
+    values = {value for side in sides for value in side}
+    if len(values) != 1 or min(map(len, sides)) < 2 or not math.isfinite(float(value := values.pop())):
+        return None
+    return f"every log-prob is {value:g}, a constant: no judgment of this model can fail"
 
 
 def _strange(measured: Mapping[str, Any], asked: Asked) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 from rlspec import chains, dlogp, nodes
 from rlspec.cells import Finding
 from rlspec.chain_asked import PARITY, Asked, Lines, has, trace_of, values_of
-from rlspec.chain_places import LOSS, divergence, drift, place, silent
+from rlspec.chain_places import LOSS, divergence, drift, misrouted, place, rerouted, silent
 from rlspec.chain_truth import clash, cut_short, ended, gap, key_in, key_of, unseen
 from rlspec.chains import REFERENCE, RESCORE, Expected
 from rlspec.layouts import CANONICAL
@@ -64,9 +64,11 @@ def _finding(
 
 
 def _compared(measured: Mapping[str, Any], lines: Lines, judgment: str, name: str, row: Row, asked: Asked) -> Finding:
+    accuracy = judgment in chains.ACCURACY
+    if accuracy and row.status != "measured" and (misled := misrouted(measured, asked.limits(judgment))):
+        return Finding(category="red_verdict", reason=misled, evidence={"comparisons": len(lines)})
     problems = [(line, _problem(line, row)) for line in lines]
     wrong = [(line, problem) for line, problem in problems if problem is not None]
-    accuracy = judgment in chains.ACCURACY
     statistic = _statistic(lines, accuracy)
     evidence: dict[str, Any] = {"comparisons": len(lines), "outside": len(wrong)}
     if accuracy:
@@ -82,13 +84,16 @@ def _compared(measured: Mapping[str, Any], lines: Lines, judgment: str, name: st
         notes = tuple(silent(measured, judgment, name))
         if notes:
             evidence["first_divergence"] = divergence(measured, judgment, name, [], asked)
+        notes += rerouted(measured, judgment, name)
         return Finding(category="green", reason=reason, statistic=statistic, evidence=evidence, notes=notes)
     line, problem = wrong[0]
     first = divergence(measured, judgment, name, [line["tensor"] for line, _ in wrong], asked)
     evidence |= {"failing": [one["tensor"] for one, _ in wrong][:20], "first_divergence": first,
                  "drift": drift(measured, judgment, name)}  # fmt: skip
     said = f"{line['tensor']}: {problem}{_where(line)}; {len(wrong)} of {len(lines)} comparisons are outside"
-    return Finding(category="red_verdict", reason=f"{said}{place(first)}", statistic=statistic, evidence=evidence)
+    said += place(first, accuracy=accuracy)
+    notes = rerouted(measured, judgment, name)
+    return Finding(category="red_verdict", reason=said, statistic=statistic, evidence=evidence, notes=notes)
 
 
 def _statistic(lines: Lines, accuracy: bool) -> float:
@@ -122,6 +127,8 @@ def _where(line: Mapping[str, Any]) -> str:
         return ""
     names = ("layer", "sample", "position", "element")
     at = " ".join(f"{name} {first[name]}" for name in names if name in first) or f"element {first['index']}"
+    if first["got"] == first["want"] == "nan":
+        return f", first at {at}: nan on both sides, and nan agrees with nothing"
     return f", first at {at}: {first['got']} is not {first['want']}"
 
 

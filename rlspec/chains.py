@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from rlspec.device import architecture
 from rlspec.layouts import CANONICAL, Call, Layout, Run, restore
 from rlspec.workloads import Chain, Decode, Sample, Tier, Workload
 
@@ -113,7 +114,7 @@ class Sizes:
 
 
 def sizes(model: Mapping[str, Any]) -> Sizes:
-    """From a model entry or a config.json. Raises ValueError for a family or a size that is not there."""
+    """From a model entry or a config.json. Raises ValueError for a family, a size or a key that the decoder has not."""
     if model.get("model_type", FAMILIES[0]) not in FAMILIES:
         raise ValueError(f"it is of type {model['model_type']}; our decoder runs {' and '.join(FAMILIES)}")
     found = {ours: model.get(ours, model.get(theirs)) for ours, theirs in _NAMES.items()}
@@ -123,6 +124,7 @@ def sizes(model: Mapping[str, Any]) -> Sizes:
     needed |= set() if count else {"intermediate_size"}
     if missing := sorted(name for name in needed if not isinstance(found[name], int)):
         raise ValueError(f"it does not say its {', '.join(missing)}")
+    architecture.read(model)
     return Sizes(
         layers=found["layers"],
         hidden_size=found["hidden_size"],

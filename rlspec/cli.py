@@ -63,7 +63,22 @@ def _hush() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _open_streams() -> None:
+    """A standard stream that the caller closed goes nowhere, and no file of a run ever gets its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: those below are open by now
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+
+
 class _Group(click.Group):
+    def main(self, *args: Any, **options: Any) -> Any:
+        _open_streams()
+        return super().main(*args, **options)
+
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         """Every option can be set by a variable of its own name, such as RLSPEC_RUN_KEEP_GOING."""
         for option in cmd.params:
@@ -564,9 +579,9 @@ def list_(what: str) -> None:
 @main.command()
 @click.argument("name")
 def explain(name: str) -> None:
-    """Explain a lint rule, a judgment, a contract row or an engine.
+    """Explain a kind, a rule, a judgment, a contract row or an engine.
 
-    NAME is such as RL203, drift, training (all rows) or training/drift.
+    NAME is such as parity, RL203, drift, training (all rows) or training/drift.
     """
     from rlspec import listing
 

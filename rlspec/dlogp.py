@@ -6,6 +6,7 @@ direction would not. Sides go by role, never by the order of files. Sums are exa
 
 from __future__ import annotations
 
+import filecmp
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +40,12 @@ def judge(rollout: Path, train: Path, judgments: Sequence[Judgment], resolve: Ca
     asked = [(judgment.check, *_row(judgment.check, resolve)) for judgment in judgments]
     if _same_file(rollout, train):
         reason = f"self-comparison: rollout and train are the same file, {train}; give the file that each engine wrote"
+        return _errors(asked, [reason])
+    if _same_bytes(rollout, train):
+        reason = (
+            f"self-comparison: {train} is {rollout} to the byte, a copy of it or the same engine with the same "
+            "settings; give the file that each engine wrote, with its name and how it ran under the key engine"
+        )
         return _errors(asked, [reason])
     try:
         ours, theirs = logprobs.read(rollout), logprobs.read(train)
@@ -107,6 +114,14 @@ def _same_file(one: Path, other: Path) -> bool:
     try:
         return one.samefile(other)
     except OSError:  # missing or unreadable: reading says so
+        return False
+
+
+def _same_bytes(one: Path, other: Path) -> bool:
+    """Whole files, and not their log-probs alone: two engines that say who they are may agree to the bit."""
+    try:
+        return filecmp.cmp(one, other, shallow=False)
+    except OSError:
         return False
 
 

@@ -38,7 +38,11 @@ ENGINES: dict[str, Engine] = {
         executions=("full", "decode", "generate"),
         seeded=True,
         pads="left",
-        keys=("dtype", "torch_dtype", "attn_implementation", "local_files_only"),
+        keys=(
+            *("dtype", "torch_dtype", "attn_implementation", "local_files_only"),
+            *("output_loading_info", "ignore_mismatched_sizes"),
+            *("state_dict", "subfolder", "variant", "gguf_file", "use_safetensors"),  # other weights than were hashed
+        ),
     ),
     "vllm": Engine(
         about="vLLM, its offline class LLM",
@@ -46,7 +50,10 @@ ENGINES: dict[str, Engine] = {
         template="vllm.py.j2",
         executions=("full", "decode", "generate"),
         devices=("cuda",),
-        keys=("model", "dtype", "seed", "logprobs_mode", "max_num_seqs", "attention_backend", "enable_trace_replay"),
+        keys=(
+            *("model", "dtype", "seed", "logprobs_mode", "max_num_seqs", "attention_backend", "enable_trace_replay"),
+            "load_format",  # dummy would draw the weights at random
+        ),
     ),
     "sglang": Engine(
         about="SGLang, its offline Engine",
@@ -54,7 +61,7 @@ ENGINES: dict[str, Engine] = {
         template="sglang.py.j2",
         executions=("full", "generate"),
         devices=("cuda",),
-        keys=("model_path", "dtype", "random_seed", "max_running_requests", "attention_backend"),
+        keys=("model_path", "dtype", "random_seed", "max_running_requests", "attention_backend", "load_format"),
     ),
     "rlspec": Engine(
         about="rlspec's own decoder of the Qwen3 family, with the operators of an implementation",

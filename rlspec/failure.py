@@ -13,6 +13,8 @@ from rlspec.escapes import ESCAPES
 
 SEARCHED = 4 << 20  # bytes at the end of a log in which a cause is looked for
 NEAR = 200  # a traceback of unknown rank counts as the cause within this many lines of the end
+SENTENCE = "error: "  # how the last line begins of a command that says why it ended
+LONGEST = 2000  # characters of such a sentence, which may name many tensors
 FRAMES = 400  # lines after which a traceback without an end is given up
 HINTS = {"SIGKILL": " (out of memory?)", "SIGBUS": " (shared memory full?)"}
 BY_SHELL = (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
@@ -58,6 +60,8 @@ def reason(returncode: int, cause: Failure | None, tail: Sequence[str]) -> str:
         return f"killed by {_signal_name(-returncode)}"
     if cause is not None:
         return cause.text if cause.rank is not None else f"exited with {returncode}: {cause.text}"
+    if tail and (said := tail[-1].strip()).startswith(SENTENCE):
+        return f"exited with {returncode}: {said.removeprefix(SENTENCE)[:LONGEST]}"
     by = f" (as after {_signal_name(returncode - 128)})" if returncode - 128 in BY_SHELL else ""
     last = f"the last line it printed: {tail[-1].strip()[:200]}" if tail else "it printed nothing"
     return f"exited with {returncode}{by}; {last}"

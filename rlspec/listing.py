@@ -42,6 +42,29 @@ JUDGMENTS: dict[str, tuple[str, str]] = {
     "sequence_outliers": ("parity", "number of sequences whose largest |d| exceeds the row of max_abs_dlogp"),
 }
 
+KINDS: dict[str, tuple[str, str]] = {
+    "correctness": (
+        "whether a branch changes what training computes: feature against base, in units of what base runs differ by",
+        "rlspec run specs/quickstart.yaml",
+    ),
+    "performance": (
+        "whether a branch is slower or needs more memory: times and memory of its arms, measured and not gated",
+        "rlspec init performance > specs/my-times.yaml",
+    ),
+    "operators": (
+        "whether kernels are right, and whether the bits of a sample depend on the batch that it is in",
+        "rlspec run specs/operators",
+    ),
+    "chain": (
+        "whether a whole model gives the same log-probs in training, prefill, decode and rescore",
+        "rlspec run specs/chain",
+    ),
+    "parity": (
+        "whether two engines, that of the rollout and that of the trainer, give the same log-probs for the same tokens",
+        "rlspec run specs/parity/example.yaml",
+    ),
+}
+
 
 def table(what: str, near: Path) -> str:
     rows = _ROWS[what](near)
@@ -116,12 +139,14 @@ _ROWS: dict[str, Callable[[Path], list[tuple[str, ...]]]] = {
 
 
 def explain(name: str, near: Path) -> str:
-    """Of a rule, judgment, contract row, category of cells or listed name. Raises SpecError with the nearest names."""
+    """Of a kind, rule, judgment, contract row, category of cells or listed name. Raises SpecError with near names."""
     if name.upper() in RULES:
         rule = RULES[name.upper()]
         why = textwrap.fill(rule.why, 78)
         bad, good = textwrap.indent(rule.bad, "    "), textwrap.indent(rule.good, "    ")
         return f"{name.upper()}: {rule.title}\n\n{why}\n\n  refused\n{bad}\n\n  better\n{good}"
+    if name in KINDS:
+        return _kind(name)
     if "/" in name:
         return "\n\n".join(_row(row) for row in _rows(name, near))
     if (category := name.replace(" ", "_")) in cells.MEANING:
@@ -142,14 +167,27 @@ def explain(name: str, near: Path) -> str:
         for row in _ROWS[what](near):
             if row[0] == name:
                 return textwrap.fill(f"{name}, of `rlspec list {what}`: {'; '.join(filter(None, row[1:]))}", 78)
-    close = schema.nearest(name, [*JUDGMENTS, *contracts]) or schema.nearest(name.upper(), RULES)
+    close = schema.nearest(name, [*KINDS, *JUDGMENTS, *contracts]) or schema.nearest(name.upper(), RULES)
     meant = f"did you mean {close!r}? " if close else ""
     raise SpecError(
         f"nothing is called {name!r}; {meant}known are lint rules such as {min(RULES)}, "
-        f"the judgments {', '.join(JUDGMENTS)}, the contracts {', '.join(contracts)} and rows such as training/drift, "
+        f"the kinds {', '.join(KINDS)}, the judgments {', '.join(JUDGMENTS)}, "
+        f"the contracts {', '.join(contracts)} and rows such as training/drift, "
         f"the engines {', '.join(ENGINES)}, other names that `rlspec list` gives, "
         "and categories of cells such as red_verdict"
     )
+
+
+def _kind(name: str) -> str:
+    asks, example = KINDS[name]
+    facts = [
+        f"judgments: {', '.join(common.STANDARD[name])}",
+        f"contract: {common.CONTRACTS[name]}, unless it names one",
+        f"schema: `rlspec schema {name}`",
+        f"to start: `rlspec init {name}` prints a commented spec",
+        f"example: `{example}`",
+    ]
+    return textwrap.fill(f"{name}, a kind of spec: {asks}", 78) + "\n\n" + "\n".join(map(_indented, facts))
 
 
 def _rows(name: str, near: Path) -> list[Row]:

@@ -41,6 +41,8 @@ _CELL: Mapping[str, Types] = {
     "passed_by": (dict,),
     "layouts": (dict,),
 }
+# Where forwards without gradients and with them part; reports of before 30 November 2026 looked at one of the two.
+_BOTH: Mapping[str, Types] = {"without_gradients": (list,)}
 _COMPARISON: Mapping[str, Types] = {
     "operator": _TEXT,
     "tier": _TEXT,
@@ -90,7 +92,9 @@ def read(path: Path, arm: str) -> dict[str, Any]:
             waiting.append(formed(place, line, _COMPARISON, _OPTIONAL))
             count += 1
         elif kind == "cell":
-            cells.append({**_cell(place, line), "comparisons": _of_cell(place, line, waiting)})
+            cells.append(
+                {**_cell(place, formed(place, line, _BOTH, None)), "comparisons": _of_cell(place, line, waiting)}
+            )
             waiting = []
         elif kind == "end":
             ended = (line.get("cells"), line.get("comparisons")) == (len(cells), count)
@@ -162,7 +166,7 @@ def _environment(place: str, line: Mapping[str, Any], arm: str) -> dict[str, Any
 
 
 def _cell(place: str, line: Mapping[str, Any]) -> Mapping[str, Any]:
-    formed(place, line, _CELL)
+    formed(place, line, _CELL, _BOTH)
     formed(place, line["seen"], _SEEN)
     if line["error"] is not None:
         formed(place, line["error"], {"message": _TEXT, "tail": (list,)})

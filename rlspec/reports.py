@@ -15,6 +15,8 @@ from rlspec.checks import chain, operators
 from rlspec.errors import RunError
 from rlspec.model import Expect, Result, Row, Spec, Step, Verdict
 
+CACHES = ("_CACHE_DIR", "_CACHE_PATH", "_CACHE_ROOT")  # how variables end that name the place of a cache
+
 
 def now() -> str:
     """The time in UTC, as reports and plans hold it."""
@@ -145,11 +147,13 @@ def _content(step: Step) -> str:
 def _undeclared(observed: Mapping[str, Any], own: Step, steps: Sequence[Step]) -> dict[str, str]:
     """Determinism-relevant variables that an arm saw and that no arm's `environment` declares.
 
-    One that names a file of the arm itself, such as where NCCL dumps its traces, must differ and is left out.
+    One that names a file of the arm itself, such as where NCCL dumps its traces, must differ and is left out, and so is
+    the place of a cache, which torch sets by itself once it compiles.
     """
-    declared = {key for step in steps for key in step.arm.environment}
-    found = observed.get("environment") or {}
-    return {key: str(value) for key, value in found.items() if key not in declared and own.stem not in str(value)}
+    left_out = {key for step in steps for key in step.arm.environment}
+    found = {key: str(value) for key, value in (observed.get("environment") or {}).items()}
+    left_out |= {key for key, value in found.items() if key.endswith(CACHES) or own.stem in value}
+    return {key: value for key, value in found.items() if key not in left_out}
 
 
 def _arm_report(step: Step, state: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -290,7 +290,7 @@ RULES: dict[str, Rule] = {
         "engines have a file of tokens",
         "Both engines score one token stream: samples with a prompt and a response, or a length where one generates.",
         "arms: [{…, engine: vllm}, …]  # and no tokens",
-        "tokens: tokens.jsonl  # {\"sample\": \"s0\", \"prompt\": [5, 17], \"response\": [9, 4]}",
+        'tokens: tokens.jsonl  # {"sample": "s0", "prompt": [5, 17], "response": [9, 4]}',
     ),
     "RL305": Rule(
         "engines have weights that they can load",
@@ -317,8 +317,9 @@ RULES: dict[str, Rule] = {
         "arms: [{name: mine, implementation: 'my_kernels:table'}]",
     ),
     "RL313": Rule(
-        "the model says the widths that operators need",
-        "Hidden size, heads and vocabulary are those of the model entry; nothing about them is guessed.",
+        "the model is one that our decoder runs",
+        "Sizes are those of the model entry, nothing about them is guessed; a key that changes the model, and that the "
+        "decoder does not implement, is refused by its name.",
         "model: gpt-oss-20b",
         "model: qwen3-8b",
     ),

@@ -76,7 +76,7 @@ def create(base: Path, kind: str, model: str, stem: str) -> Folder:
         return _create(base, below(kind, model), _UNSAFE.sub("_", stem))
     except OSError as error:
         raise SpecError(
-            f"cannot make a run folder: {error.filename}: {error.strerror}; "
+            f"cannot make a run folder: {error.filename or base}: {error.strerror}; "
             "make the folder writable, or start rlspec in another one"
         ) from None
 
@@ -190,10 +190,14 @@ def spec_of(folder: Folder, plan: Mapping[str, Any]) -> Path:
 
 
 def save(path: Path, data: dict[str, Any]) -> None:
-    """Write JSON whole or not at all; in ASCII, since a path may hold bytes that are no text."""
+    """Write JSON whole or not at all; in ASCII, since a path may hold bytes that are no text. Raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:  # a full disk does not say which file it has no room for
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def load(path: Path, name: str | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ the response.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,18 @@ from rlspec.errors import RunError, SpecError
 from rlspec.logprob_lines import INT64, BadEntry, shown
 
 KEYS = ("sample", "prompt", "response", "length")
+MOST = 1 << 20  # tokens of a sample, far above any model's context: an engine would go on without end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """One sample: `response` is None where it is still to be generated, of `length` tokens."""
+    """One sample: `response` is None where it is still to be generated, of `length` tokens. `line`: of the file."""
 
     sample: str
     prompt: tuple[int, ...]
     response: tuple[int, ...] | None
     length: int
+    line: int = field(default=0, compare=False)
 
 
 class BadTokens(RunError):
@@ -54,7 +56,7 @@ def read(path: Path) -> tuple[Stream, ...]:
 def _line(path: Path, number: int, raw: bytes) -> Stream | None:
     try:
         entry = lines.entry(raw)
-        return None if entry is None else _stream(entry)
+        return None if entry is None else replace(_stream(entry), line=number)
     except BadEntry as bad:
         raise BadTokens(f"{path}:{number}: {bad}") from None
     except RecursionError:
@@ -77,6 +79,8 @@ def _stream(entry: dict[str, Any]) -> Stream:
     length = entry["length"]
     if type(length) is not int or length < 1:
         raise BadEntry(f"sample {shown(name)}: length must be a whole number from 1")
+    if length > MOST - len(prompt):
+        raise BadEntry(f"sample {shown(name)}: prompt and length come to more than {MOST:,} tokens")
     return Stream(sample=name, prompt=prompt, response=None, length=length)
 
 

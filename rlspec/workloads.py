@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+CASES = 2  # the forms that operators are judged in now; a report of before has those of its time, 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -50,6 +52,8 @@ class Tier:
     logit_scales: tuple[float, ...]
     routings: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...]
+    cases: int
+    fill: str
 
     @property
     def active(self) -> int:
@@ -162,6 +166,8 @@ def _tier(data: Mapping[str, Any], whole: Mapping[str, Any], samples: Mapping[st
         logit_scales=tuple(float(scale) for scale in data.get("logit_scales", (1,))),
         routings=tuple(data.get("routings", ("even",))),
         left_out=tuple(data.get("left_out", {}).items()),
+        cases=whole.get("cases", 1),
+        fill=whole["fill"],
     )
 
 
@@ -192,9 +198,7 @@ def _decode(data: Mapping[str, Any], samples: Mapping[str, Sample]) -> Decode:
         raise ValueError(f"decode case {data['name']}: width {width} does not hold the longest sample, {longest}")
     if list(positions) != sorted(set(positions)) or (positions and positions[0] >= longest):
         raise ValueError(f"decode case {data['name']}: the positions do not ascend, or no sample has them")
-    return Decode(
-        name=data["name"], samples=chosen, left=data.get("pads") == "left", width=width, positions=positions
-    )
+    return Decode(name=data["name"], samples=chosen, left=data.get("pads") == "left", width=width, positions=positions)
 
 
 def _chosen(names: Sequence[str], samples: Mapping[str, Sample], tier: str) -> tuple[Sample, ...]:

@@ -70,20 +70,21 @@ def table(monkeypatch, **operators):
 
 
 def bench(folder, operators, implementation="torch", *, name="ws1", dtype="bf16", judgments=nodes.JUDGMENTS, **changes):
-    """A bench of tiny-dense; `changes` go to the tier, but `model`."""
+    """A bench of tiny-dense; `changes` go to the tier, but `model` and `cases`."""
     import torch
 
     from rlspec.device import architecture
     from rlspec.device import bench as device_bench
 
     entry = catalog.whole(changes.pop("model", "tiny-dense"), ROOT)
+    cases = changes.pop("cases", 1)
     rows = contract.load(name, ROOT)
     families = sorted({nodes.NODES[operator].family for operator in operators})
     return device_bench.Bench(
         run_file=folder / "run.py",
         arm="a",
         implementation=implementation,
-        workload=workloads.of(data(operators=operators, **changes)),
+        workload=workloads.of({**data(operators=operators, **changes), "cases": cases}),
         model=architecture.read(entry),
         operators=tuple(operators),
         judgments=tuple(judgments),
@@ -199,6 +200,7 @@ def cell(operator, of, judgments=nodes.JUDGMENTS, name="ws1", **changes):
         "backend": None,
         "blocked": None,
         "no_backward": None,
+        "without_gradients": [],
         "error": None,
         "provenance": None,
         "seen": {"triton": [], "native": [], "torch": ["silu"], "profiled": None, "calls_without_launch": 0},

@@ -65,7 +65,7 @@ def compared(
     folder: Path, train: Sequence[Token], to_rollout: Callable[[int, Token], float], rows: dict[str, Row] = ROWS
 ) -> dict[str, Verdict]:
     rollout = [(*token[:3], min(0.0, to_rollout(at, token))) for at, token in enumerate(train)]
-    return judged(*files(folder, lines(rollout), lines(train)), rows)
+    return judged(*files(folder, lines(rollout, engine="one"), lines(train, engine="other")), rows)
 
 
 def stream(sequences: int = 16, length: int = 16, seed: int = 0) -> list[Token]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlspec import catalog
+from rlspec import catalog, config_json
 from rlspec.errors import SpecError
 
 MODELS = ["qwen3-30b-a3b", "qwen3.5-35b-a3b", "deepseek-v2-lite", "gpt-oss-20b", "gpt-oss-120b", "qwen3-8b", "char-gpt"]
@@ -68,7 +68,22 @@ def test_a_hugging_face_config(own):
     }
 
 
-@pytest.mark.parametrize(("text", "words"), [("{", "not a readable config.json"), ("[]", "holds one object")])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not a readable config.json"),
+        ("[]", "holds one object"),
+        ("[" * 200_000, "nested too deep"),
+        ('{"vocab_size": 5, "vocab_size": 6}', "key 'vocab_size' stands twice"),
+        ('{"rms_norm_eps": NaN}', "NaN is not a finite number"),
+        ('{"rope_theta": 1e999}', "1e999 is not a finite number"),
+        ('{"num_hidden_layers": 1' + "0" * 30 + "}", "num_hidden_layers 1(0+) is outside 0 to 1024"),
+        ('{"num_hidden_layers": 1' + "0" * 400 + "}", "num_hidden_layers a number of 1329 bits is outside 0 to 1024"),
+        ('{"num_experts": 65537}', "num_experts 65537 is outside 0 to 65536"),
+        ('{"hidden_size": "64"}', "hidden_size is '64', not int"),
+        (" " * (1 << 20) + "{}", "has at most 1048576"),
+    ],
+)
 def test_a_config_that_cannot_be_read(own, text, words):
     (own / "config.json").write_text(text)
     with pytest.raises(SpecError, match=f"config.json: .*{words}"):
@@ -95,3 +110,13 @@ def test_a_template_gets_the_whole_config(tmp_path):
         "num_hidden_layers": 2,
     }
     assert catalog.whole("qwen3-8b", tmp_path)["layers"] == 36
+
+
+def test_sizes_of_entries_have_the_limits_of_config_json(own):
+    for key, theirs in {"layers": "num_hidden_layers", "vocabulary_size": "vocab_size", "heads": "num_attention_heads",
+                        "hidden_size": "hidden_size", "head_dim": "head_dim"}.items():  # fmt: skip
+        (own / "models" / "mine.yaml").write_text(f"name: mine\n{key}: {config_json.LIMITS[theirs]}\n")
+        assert catalog.model("mine", own)
+        (own / "models" / "mine.yaml").write_text(f"name: mine\n{key}: {config_json.LIMITS[theirs] + 1}\n")
+        with pytest.raises(SpecError, match=rf"mine.yaml:2:\d+: {key}: .* is above {config_json.LIMITS[theirs]}"):
+            catalog.model("mine", own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -132,9 +133,27 @@ def test_a_row_without_limits_is_measured():
 
 
 def test_every_category_has_a_status():
-    assert set(cells.CATEGORIES) == {"green", "red_verdict", "red_no_backward", "red_provenance", "cannot_fail",
-                                     "missing", "broken", "raised", "process", "blocked_hardware", "not_applicable",
-                                     "measured"}  # fmt: skip
+    assert set(cells.CATEGORIES) == {"green", "red_verdict", "red_without_gradients", "red_no_backward",
+                                     "red_provenance", "cannot_fail", "missing", "broken", "raised", "process",
+                                     "blocked_hardware", "not_applicable", "measured"}  # fmt: skip
+
+
+def test_a_forward_that_has_other_bits_without_gradients_is_red_where_forwards_are_judged():
+    cell = whole(without_gradients=["out in BN/full: 3 of 8 elements are others", "out in BN/chunked: 1 of 8"])
+    red, bits = (judge(cell, f"forward_{name}") for name in ("accuracy", "invariance"))
+    assert {one.category for one in (red, bits)} == {"red_without_gradients"} and red.status == "FAIL"
+    assert red.reason.startswith("out in BN/full: 3 of 8") and "1 more" in red.reason
+    assert judge(cell, "gradient_accuracy").category == "green"
+
+
+def test_forwards_without_gradients_may_be_unsaid_in_a_report_of_before_alone():
+    cell, asked = whole(), dict(operator="rms_norm", judgment="forward_invariance")
+    del cell["without_gradients"]
+    assert judge(cell, "forward_invariance").category == "green"
+    found = {"environment": benches.CPU, "cells": [cell]}
+    row = WS1.resolve("forward_invariance", "reduction", "bf16")
+    red = benches.judge(found, tier=dataclasses.replace(TIER, cases=2), row=row, **asked)
+    assert red.category == "broken" and "without gradients" in red.reason
 
 
 # A row that judges nothing

@@ -34,7 +34,7 @@ def test_a_config_json_says_the_same():
     config = {
         "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288,
         "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": False, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
     }  # fmt: skip
     assert chains.sizes(config) == sizes()
 

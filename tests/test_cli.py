@@ -327,6 +327,14 @@ def test_a_reader_that_leaves_a_list(here):
     assert child.communicate(timeout=60)[1] == "" and child.returncode == 4
 
 
+def test_closed_streams_do_not_change_the_exit_code(here):
+    path = training(here / "work", expect="FAIL")
+    command = f'exec "$0" -m rlspec run "{path}" <&- >&- 2>&-'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", command, sys.executable], cwd=here, env=environment, timeout=60)
+    assert done.returncode == 1 and report()["outcome"] == "PASS"
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
 def test_an_interrupted_run_goes_on_later(here, signum, code):
     path = training(here / "work")

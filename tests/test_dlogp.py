@@ -40,6 +40,16 @@ def test_equal_numbers_in_two_files_pass(tmp_path: Path) -> None:
     assert all(verdict.statistic == 0.0 for verdict in got.values())
 
 
+def test_a_copy_of_a_file_is_never_a_pass(tmp_path: Path) -> None:
+    text = lines(stream(), engine="one", weights="a")
+    got = judged(*files(tmp_path, text, text))
+    assert statuses(got) == " ".join(["ERROR"] * 5)
+    assert all(
+        "self-comparison" in verdict.reason and "rollout.jsonl to the byte" in verdict.reason
+        for verdict in got.values()
+    )
+
+
 def test_the_order_of_lines_does_not_matter(tmp_path: Path) -> None:
     rng = random.Random(2)
     train = stream()

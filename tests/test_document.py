@@ -52,6 +52,13 @@ def test_scalars_are_those_of_yaml_1_2(text, value):
     assert made.data["key"] == value and type(made.data["key"]) is type(value)
 
 
+def test_aliases_are_refused_before_what_they_stand_for_is_built(monkeypatch):
+    monkeypatch.setattr(document, "_Builder", None)
+    lines = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))]
+    made, problems = parse("\n".join(lines))
+    assert made is None and {problem.rule for problem in problems} == {"RL003"}
+
+
 def test_marks():
     made, _ = parse("a: 1\nb:\n  - x\n  - {c/d: 2}\n")
     assert made.values["/a"] == (1, 4)

@@ -138,7 +138,7 @@ def checkpoint(folder, seed=0):
 def test_a_saved_model_is_scored_alike_by_both(tmp_path, dtype):
     weights = {"source": "huggingface", "path": str(checkpoint(tmp_path / "model"))}
     decoded = {"engine": "rlspec", "settings": {"profile": "hf", "batch_size": 6}}
-    path = spec_of(tmp_path, decoded, {"engine": "transformers"}, weights=weights, dtype=dtype)
+    path = spec_of(tmp_path, decoded, {"engine": "transformers"}, weights=weights, dtype=dtype, model=None)
     found, rollout, train = ran(path, tmp_path)
     assert 0 < largest(found) <= {"fp32": 1e-5, "bf16": 0.1}[dtype]
     from rlspec.device import weight_files
@@ -146,6 +146,80 @@ def test_a_saved_model_is_scored_alike_by_both(tmp_path, dtype):
     digest = weight_files.measure(tmp_path / "model")["content_hash"]
     assert rollout.semantics["weights"] == train.semantics["weights"] == digest
     assert max(rollout.logprobs) - min(rollout.logprobs) > 3
+
+
+def damaged(folder, change, **config):
+    """A saved model with other tensors; `change` edits a dict of them."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    known = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**known, **config}))
+    return {"source": "huggingface", "path": str(folder)}
+
+
+NORM, BIAS = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.bias"
+HEAD = {"lm_head.weight": torch.ones(257, 32, dtype=torch.bfloat16)}
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+DAMAGES = {
+    "misshapen": (lambda tensors: tensors.update({QUERY: torch.ones(32, 32)}), f"{QUERY} is "),
+    "missing": (lambda tensors: tensors.pop(NORM), f"{NORM} is missing"),
+    "unknown": (lambda tensors: tensors.update({BIAS: torch.ones(64)}), f"{BIAS} is no parameter of this model"),
+    "untied": (lambda tensors: tensors.update(HEAD), "lm_head.weight is not model.embed_tokens.weight, and this model"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_files_that_are_not_the_model_are_refused_for_any_engine(tmp_path, damage):
+    from rlspec.device import dumping
+
+    change, message = DAMAGES[damage]
+    weights = damaged(checkpoint(tmp_path / "model"), change)
+    made = dumping.Dump(str(tmp_path / "run.py"), engine="rlspec", how=(), tokens=str(TOKENS))
+    with pytest.raises(ValueError, match=f"the weights in .*model are refused: {message}"):
+        made.files(weights)
+    assert made.weights is None
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_transformers_draws_at_random_or_leaves_out_is_refused(tmp_path, damage):
+    """A key that our decoder does not know, so that transformers alone says what is wrong with the files."""
+    change, message = DAMAGES[damage]
+    weights = damaged(checkpoint(tmp_path / "model"), change, unknown_to_us=1)
+    path = spec_of(tmp_path, {"engine": "transformers"}, {"engine": "transformers"}, weights=weights, model=None)
+    with pytest.raises(SystemExit, match=f"^error: the weights in .*model are refused: {message}"):
+        ran(path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("tiny-moe", "model tiny-moe is not the one in model: model_type is qwen3_moe, and qwen3 there"),
+        ("tiny-dense", "model tiny-dense is not the one in model: heads is 4, and 2 there"),
+        ("tiny-dens", "unknown model 'tiny-dens'"),
+        ("./model/config.json", None),
+    ],
+)
+def test_a_declared_model_is_the_one_in_the_folder(tmp_path, model, message):
+    (tmp_path / "model").mkdir()
+    named = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "vocabulary_size": "vocab_size"}
+    sizes = {"model_type": "qwen3", "layers": 4, "hidden_size": 64, "heads": 2, "vocabulary_size": 257}
+    (tmp_path / "model" / "config.json").write_text(json.dumps({named.get(key, key): sizes[key] for key in sizes}))
+    weights = {"source": "huggingface", "path": "model"}
+    path = spec_of(tmp_path, {"engine": "transformers"}, {"engine": "vllm"}, weights=weights, model=model)
+    found = linting.lint([path])[1]
+    assert [one.message for one in found] == ([message] if message else [])
+
+
+def test_samples_are_no_longer_than_the_model_in_the_folder(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 41}')
+    weights = {"source": "huggingface", "path": "model"}
+    path = spec_of(tmp_path, {"engine": "transformers"}, {"engine": "transformers"}, weights=weights, model=None)
+    (found,) = linting.lint([path])[1]
+    assert found.message.endswith("jsonl:3: sample s2 has 42 tokens, and the model in model at most 41 positions")
 
 
 def test_two_checkpoints_are_not_compared(tmp_path):
@@ -176,7 +250,7 @@ def test_a_token_that_the_model_does_not_have(tmp_path, monkeypatch):
     monkeypatch.setattr(parity, "_vocabulary", lambda *_: None)  # as where weights alone say what the model is
     tokens = tmp_path / "tokens.jsonl"
     tokens.write_text('{"sample": "s0", "prompt": [1], "response": [257]}\n')
-    with pytest.raises(ValueError, match="token 257 is not below the vocabulary, 257"):
+    with pytest.raises(SystemExit, match="^error: sample s0: token 257 is not below the vocabulary, 257"):
         ran(spec_of(tmp_path, OWN, settings(), tokens=str(tokens)), tmp_path)
 
 

@@ -169,6 +169,7 @@ RAISED = failure.Failure(traceback=["ValueError: 3"])
         (-50, None, [], "killed by signal 50"),
         (137, None, [], "exited with 137 (as after SIGKILL (out of memory?)); it printed nothing"),
         (2, None, ["a", " b "], "exited with 2; the last line it printed: b"),
+        (1, None, ["error: b", "error: " + 300 * "a"], "exited with 1: " + 300 * "a"),
         (1, RAISED, ["b"], "exited with 1: ValueError: 3"),
         (1, replace(RAISED, rank=1, exitcode=2), ["b"], "rank 1 exited with 2: ValueError: 3"),
     ],

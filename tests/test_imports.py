@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlspec"
 ROWS = (
-    {"errors", "model", "mounts", "escapes", "interrupts", "printed", "workloads", "wire", "slurm"},
+    {"errors", "model", "mounts", "escapes", "interrupts", "printed", "workloads", "wire", "slurm"}
+    | {"config_json"},
     {"git", "locks", "nvcc", "progress", "failure", "shapes", "compare", "logprob_lines", "layouts"},
     {"changes", "journal", "output", "formats", "columns", "joining", "student", "logprobs", "nodes", "chains"},
     {"checkout", "child", "json_formats", "pairing", "fallbacks", "measurements", "recordings"},

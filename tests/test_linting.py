@@ -11,6 +11,10 @@ from rlspec.errors import SpecError
 
 ROOT = Path(__file__).parents[1]
 GOOD = ROOT / "specs" / "correctness" / "qwen3-30b-a3b.yaml"
+CONFIG = {
+    "model_type": "qwen3", "num_hidden_layers": 4, "vocab_size": 257, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "rope_theta": 1e4, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -109,7 +113,7 @@ def test_samples_of_a_prepared_corpus_are_known(tmp_path):
 
 
 def test_a_pipeline_needs_a_head_of_its_own_and_a_layer_a_stage(tmp_path):
-    config = {"num_hidden_layers": 4, "vocab_size": 257, "model_type": "qwen3", "tie_word_embeddings": True}
+    config = {**CONFIG, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     text = (ROOT / "specs" / "correctness" / "tiny-dense-pp2.yaml").read_text()
     path = tmp_path / "spec.yaml"
@@ -120,3 +124,26 @@ def test_a_pipeline_needs_a_head_of_its_own_and_a_layer_a_stage(tmp_path):
     assert rules(path) == []
     path.write_text(path.read_text().replace("pp: 2", "pp: 5").replace("per_node: 2", "per_node: 5"))
     assert rules(path) == ["RL229"]
+
+
+@pytest.mark.parametrize("key", ["attention_bias", "attn_logit_softcapping"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("chain", "tiny-cpu"), ("operators", "cpu"), ("correctness", "tiny-dense-pp2"), ("parity", "own-decoder")],
+)
+def test_a_config_with_what_the_decoder_does_not_do_is_refused_by_the_name_of_the_key(tmp_path, kind, name, key):
+    text = (ROOT / "specs" / kind / f"{name}.yaml").read_text()
+    spec = tmp_path / "spec.yaml"
+    spec.write_text("\n".join("model: ./config.json" if line[:6] == "model:" else line for line in text.splitlines()))
+    (tmp_path / "tokens.jsonl").write_text('{"sample": "s0", "prompt": [5], "response": [9, 4]}')
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert "RL313" not in rules(spec)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, key: True}))
+    (problem,) = (problem for problem in linting.lint([spec])[1] if problem.rule == "RL313")
+    assert key in problem.message
+
+
+def test_a_model_that_is_no_text_is_one_problem(tmp_path):
+    text = (ROOT / "specs" / "correctness" / "tiny-dense-pp2.yaml").read_text()
+    (tmp_path / "spec.yaml").write_text(text.replace("model: tiny-dense", "model: 5"))
+    assert "RL103" in rules(tmp_path / "spec.yaml")

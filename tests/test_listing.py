@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from rlspec import catalog, cells, contract, listing, logs, nodes
-from rlspec.checks import common
+from rlspec.checks import CHECKS, common
 from rlspec.errors import SpecError
 from rlspec.rules import RULES
 from rlspec.trainers import TRAINERS
@@ -124,6 +125,15 @@ def test_doctor_says_what_is_here_and_which_specs_would_be_blocked(here, monkeyp
 
 def test_doctor_of_a_path_that_is_not_there(here):
     assert rlspec("doctor", "nowhere").code == 2
+
+
+@pytest.mark.parametrize("kind", CHECKS)
+def test_explain_every_kind(kind):
+    told = listing.explain(kind, ROOT)
+    assert told.startswith(f"{kind}, a kind of spec: whether ") and f"`rlspec schema {kind}`" in told
+    assert all(judgment in told for judgment in common.STANDARD[kind])
+    (example,) = re.findall(r"example: `rlspec (?:run|init) ([^ `]+)", told)
+    assert example == kind or (ROOT / example).exists()
 
 
 def test_explain_a_category_of_cells(here):

@@ -23,7 +23,7 @@ HARNESS = (
             "fills",
             "chain_harness",
             "chain_trace",
-            *("chain_inference", "chain_lines", "chain_session", "chain_stateful", "chain_training"),
+            *("chain_inference", "chain_lines", "chain_routes", "chain_session", "chain_stateful", "chain_training"),
         )
     ),
 )

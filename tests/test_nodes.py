@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rlspec import contract, nodes
+from rlspec import contract, nodes, workloads
 from tests import benches
 
 CLASSES = {"elementwise", "reduction", "attention", "logprob"}
@@ -61,6 +61,17 @@ def test_experts_are_judged_in_ways_to_route():
     )
     assert nodes.variants("grouped_gemm", tier) == ("gate_up skewed", "down skewed")
     assert nodes.variants("router", benches.tier()) == ("even",)
+
+
+def test_norms_and_rotations_have_the_forms_of_their_time():
+    fills = {fill: workloads.of({**benches.data(fill=fill), "cases": 2}).tiers[0] for fill in ("hashed", "published")}
+    assert nodes.variants("rms_norm", fills["hashed"]) == ("", "small")
+    assert nodes.variants("qk_norm", fills["hashed"]) == ("", "small keys")
+    assert nodes.variants("rms_norm", fills["published"]) == ("",)
+    for of in fills.values():
+        assert nodes.variants("rope", of) == ("", "keys") and nodes.variants("silu", of) == ("",)
+    for operator in ("rope", "qk_norm", "rms_norm"):  # of a report of before
+        assert nodes.variants(operator, benches.tier()) == ("",)
 
 
 def test_a_tier_may_leave_out_operators_and_judgments():
@@ -139,7 +150,7 @@ def test_numbers_within_a_row(limits):
         ({"violations": math.nan}, PUBLISHED, "outside"),
         ({"nonfinite": 3}, PUBLISHED, "3 of 2,000 elements are not finite"),
         ({"nonfinite": 3}, RATIO, "3 of 2,000 elements are not finite"),
-        ({"rms": 0.2001}, RATIO, "RMS error 0.2; plain torch allows 0.2"),
+        ({"rms": 0.2001}, RATIO, "RMS error 0.2001; plain torch allows 0.2"),
         ({"max_abs": 2.1}, RATIO, "largest error 2.1; plain torch allows 2"),
         ({"max_abs": "inf"}, RATIO, "largest error inf"),
         ({"rms": "nan"}, RATIO, "RMS error nan"),

@@ -29,6 +29,7 @@ RED = {
     "split-k-by-expert-load": (["forward_invariance"], "red_verdict"),
     "combine-in-arrival-order": (["forward_invariance"], "red_verdict"),
     "eps-outside-the-root": (["forward_accuracy", "gradient_accuracy"], "red_verdict"),
+    "eps-of-its-own": (["forward_accuracy", "gradient_accuracy"], "red_verdict"),
     "rope-base": (["forward_accuracy", "gradient_accuracy"], "red_verdict"),
     "key-at-a-block-edge": (["forward_accuracy", "gradient_accuracy"], "red_verdict"),
     "head-of-a-group": (["forward_accuracy", "gradient_accuracy"], "red_verdict"),
@@ -42,9 +43,11 @@ RED = {
     "fallback-behind-a-decoy": (JUDGMENTS, "red_provenance"),
     "stale-output": (["forward_accuracy", "forward_invariance"], "red_verdict"),
     "zero-gradient": (["gradient_accuracy"], "red_verdict"),
+    "other-zero-without-gradients": (["forward_accuracy", "forward_invariance"], "red_without_gradients"),
     "zero-flip": (["forward_invariance"], "red_verdict"),
     "strides-ignored": (["forward_accuracy", "forward_invariance"], "red_verdict"),
     "no-backward": (["gradient_accuracy", "gradient_invariance"], "red_no_backward"),
+    "no-backward-for-keys": (["gradient_accuracy", "gradient_invariance"], "red_no_backward"),
     "wrong-dtype": (JUDGMENTS, "raised"),
     "writes-into-its-input": (JUDGMENTS, "raised"),
     "keeps-its-weight": (JUDGMENTS, "raised"),
@@ -154,6 +157,16 @@ def test_the_right_operators_pass(outcomes, spec):
     done, made = outcomes["right", spec.stem]
     assert done.returncode == 0 and made["outcome"] == "PASS", done.stdout + done.stderr
     assert {verdict["status"] for verdict in made["verdicts"]} <= {"PASS", "N/A"}
+
+
+def test_an_operator_that_ends_its_process_is_an_error_that_says_how(tmp_path):
+    spec = tmp_path / "spec.yaml"
+    text = (ROOT / "specs" / "examples" / "own-operators" / "spec.yaml").read_text(encoding="utf-8")
+    spec.write_text(text.replace("[silu, rms_norm]", "[silu]"), encoding="utf-8")
+    (tmp_path / "my_kernels.py").write_text("import os\ntable = {'silu': lambda x: os.abort()}\n", encoding="utf-8")
+    done, made = run(spec, tmp_path / "own")
+    assert done.returncode == 4 and "Traceback" not in done.stderr, done.stderr
+    assert {(one["status"], one["reason"]) for one in made["verdicts"]} == {("ERROR", "arm mine: killed by SIGABRT")}
 
 
 def test_the_example_of_own_operators_shows_one_green_and_one_red(tmp_path):

@@ -82,10 +82,11 @@ def test_settings_that_differ_undeclared_are_said(here, monkeypatch):
 def test_a_variable_that_names_a_file_of_the_arm_is_no_difference(here):
     path = training(here / "a")
     own = 'os.environ["TORCH_FR_DUMP_TEMP_FILE"] = os.environ["RLSPEC_RECORDS"]\nos.environ["NCCL_X"] = str(number)\n'
+    own += 'os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"/tmp/inductor-{number}"\n'
     template = here / "a" / "train.py.j2"
     template.write_text(template.read_text() + own)
     change = {"trainer": {**yaml.safe_load(path.read_text())["trainer"], "command": ["{python}", "{run_file}"]}}
     save(path, {**yaml.safe_load(path.read_text()), **change})
     done = rlspec("run", path)
     assert "NCCL_X differed: base0 0, base1 1, feat0 2" in done.out, done.out + done.err
-    assert "TORCH_FR_DUMP_TEMP_FILE" not in done.out
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in done.out and "CACHE_DIR" not in done.out

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,18 @@ def made(base, stem="s", model="m", plan=True, spec="/s.yaml"):
     if plan:
         runs.save(folder.plan, {**PLAN, "spec": {**PLAN["spec"], "path": spec}})
     return folder
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as write() says it, without a name
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        runs.save(tmp_path / "plan.json", {})
+    assert caught.value.filename == str(tmp_path / "plan.json")
+    with pytest.raises(SpecError, match=f"cannot make a run folder: {tmp_path}: No space left on device"):
+        runs.create(tmp_path, "correctness", "m", "s")
 
 
 def test_the_root_is_the_top_of_the_repository_or_the_folder_itself(tmp_path):

@@ -40,6 +40,7 @@ def test_samples_in_order(tmp_path):
         ({"sample": "s1", "prompt": [-1], "length": 2}, "prompt must hold token ids"),
         ({"sample": "s1", "prompt": [True], "length": 2}, "prompt must hold token ids"),
         ({"sample": "s1", "prompt": [1], "length": 0}, "length must be a whole number from 1"),
+        ({"sample": "s1", "prompt": [1], "length": 10**12}, "prompt and length come to more than 1,048,576 tokens"),
         (GOOD, ":2: sample s0 stands there twice"),
     ],
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import PurePath
 from typing import Any
 
 from rlspec import chains, contract, nodes, plan, schema
+from rlspec.device import architecture
 from rlspec.document import escape
 from rlspec.errors import SpecError
 from rlspec.model import Document, Expect, Problem, Severity
@@ -90,9 +91,7 @@ def question(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         yield at(document, "", "RL228", "no question is asked", hint, severity="warning")
 
 
-def contract_rows(
-    document: Document, data: dict[str, Any], subjects: Sequence[str] = ("*",)
-) -> Iterator[Problem]:
+def contract_rows(document: Document, data: dict[str, Any], subjects: Sequence[str] = ("*",)) -> Iterator[Problem]:
     name = data.get("contract", CONTRACTS[data["kind"]])
     try:
         rows = contract.load(name, document.path.parent)
@@ -110,6 +109,15 @@ def contract_rows(
             except SpecError as error:
                 message, hint = hinted(error)
                 yield at(document, f"/judgments/{index}", "RL224", message, hint)
+
+
+def decoder_has(document: Document, name: str, entry: Mapping[str, Any]) -> Iterator[Problem]:
+    """What of a model our decoder does not do, by the key's name."""
+    try:
+        architecture.read(entry)
+    except ValueError as error:
+        hint = "our decoder runs what it implements to the letter, and nothing as something else"
+        yield at(document, "/model", "RL313", f"model {name}: {error}", hint)
 
 
 def row_names(given: str | dict[str, Any]) -> list[str]:

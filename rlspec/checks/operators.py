@@ -83,6 +83,8 @@ def model(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     elif missing := [key for key, other in _NEEDED.items() if not {key, other} & set(entry)]:
         message = f"model {data['model']} does not say its {', '.join(missing)}"
         yield common.at(document, "/model", "RL313", message, "operators take their widths from the model entry")
+    else:
+        yield from common.decoder_has(document, data["model"], entry)
 
 
 def workload(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -195,8 +197,10 @@ def parse(document: Document) -> Spec:
 
 
 def _workload(given: str | dict[str, Any], document: Document) -> dict[str, Any]:
-    """By name, or the data itself where a run is judged again."""
-    return given if isinstance(given, dict) else catalog.workload(given, document.path.parent)
+    """By name, or the data itself where a run is judged again, in the forms that it was judged in then."""
+    if isinstance(given, dict):
+        return given
+    return {**catalog.workload(given, document.path.parent), "cases": workloads.CASES}
 
 
 expand = plan.steps

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from rlspec import catalog, chains, dlogp, engines, nodes, plan, schema, token_files
+from rlspec import catalog, chains, config_json, dlogp, engines, nodes, plan, schema, token_files
 from rlspec.checks import common
 from rlspec.contract import Contract
 from rlspec.engines import ENGINES
@@ -14,6 +16,22 @@ from rlspec.model import Arm, Document, Judgment, Problem, Result, Spec, Verdict
 
 TEMPLATES = catalog.SHIPPED.parent / "templates" / "parity"
 SOURCES = ("records", "command", "engine")
+SAME = {  # what a model entry and the config.json of a folder both say, by the names that each has for it
+    "model_type": "model_type",
+    "layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocabulary_size": "vocab_size",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "max_positions": "max_position_embeddings",
+}
+EXPERTS = {"top_k": "num_experts_per_tok", "intermediate_size": "moe_intermediate_size", "normalised": "norm_topk_prob"}
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 OF_ENGINES = ("settings", "weights", "fault")
 
 
@@ -79,7 +97,8 @@ def _samples(document: Document, data: dict[str, Any], arms: dict[int, dict[str,
         streams = token_files.read(document.path.parent / data["tokens"])
     except (RunError, SpecError) as error:
         message = str(error).removeprefix(str(document.path.parent)).lstrip("/")
-        yield common.at(document, "/tokens", "RL304", message, "a sample has a prompt, and a response or its length")
+        hint = f"a sample has a prompt, and a response or its length, together at most {token_files.MOST:,} tokens"
+        yield common.at(document, "/tokens", "RL304", message, hint)
         return
     open_ = [one.sample for one in streams if one.response is None]
     if open_ and _generating(arms.values()) is None:
@@ -91,6 +110,36 @@ def _samples(document: Document, data: dict[str, Any], arms: dict[int, dict[str,
             message = f"sample {one.sample}: token {most} is not below the vocabulary of {data['model']}, {vocabulary}"
             yield common.at(document, "/tokens", "RL304", message, "tokens are those of the model that is scored")
             return
+    yield from _too_long(document, data, arms, streams)
+
+
+def _too_long(
+    document: Document, data: dict[str, Any], arms: dict[int, dict[str, Any]], streams: Sequence[token_files.Stream]
+) -> Iterator[Problem]:
+    """The first sample that is longer than the positions which a model knows."""
+    longest = max(streams, key=lambda one: len(one.prompt) + one.length)
+    tokens = len(longest.prompt) + longest.length
+    for name, model in _models(document, data, arms).items():
+        most = _described(model).get("max_positions")
+        if isinstance(most, int) and tokens > most:
+            place = f"{data['tokens']}:{longest.line}"
+            message = f"{place}: sample {longest.sample} has {tokens} tokens, and {name} at most {most} positions"
+            hint = f"shorten its prompt, response or length to {most} tokens together"
+            yield common.at(document, "/tokens", "RL304", message, hint)
+            return
+
+
+def _models(document: Document, data: dict[str, Any], arms: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What is known of the models that are scored: the declared one's entry, and the config.json of each folder."""
+    found = {}
+    if "model" in data:
+        with suppress(SpecError):  # what is wrong with it is said elsewhere
+            found[f"model {data['model']}"] = catalog.whole(data["model"], document.path.parent)
+    for weights in (arm.get("weights", data.get("weights", {})) for arm in arms.values()):
+        config = _config(document, Path(weights["path"])) if "path" in weights else None
+        if config is not None:
+            found[f"the model in {weights['path']}"] = config
+    return found
 
 
 def _vocabulary(document: Document, data: dict[str, Any]) -> int | None:
@@ -142,6 +191,49 @@ def _weights(document: Document, data: dict[str, Any], index: int, arm: dict[str
         yield common.at(document, pointer, "RL305", "seeded weights need a model, whose shapes they have", hint)
     elif weights["source"] == "seeded":
         yield from _model(document, data)
+    elif "model" in data:
+        yield from _held(document, data, Path(weights["path"]))
+
+
+def _held(document: Document, data: dict[str, Any], path: Path) -> Iterator[Problem]:
+    """A model that is declared and that the folder does not hold: the report would name what nobody scored."""
+    try:
+        model = catalog.whole(data["model"], document.path.parent)
+    except SpecError as error:
+        message, hint = common.hinted(error)
+        yield common.at(document, "/model", "RL201", message, hint)
+        return
+    if (config := _config(document, path)) is None:
+        return
+    declared, held = _described(model), _described(config)
+    both = [key for key in declared if key in held and key != "max_positions"]
+    if other := [key for key in both if declared[key] != held[key]]:
+        key = other[0]
+        message = f"model {data['model']} is not the one in {path}: {key} is {declared[key]}, and {held[key]} there"
+        more = f"also different: {', '.join(other[1:])}; " if other[1:] else ""
+        hint = f"{more}name the model that the folder holds, or leave `model` out"
+        yield common.at(document, "/model", "RL305", message, hint)
+
+
+def _config(document: Document, path: Path) -> dict[str, Any] | None:
+    """The config.json in a folder of weights; None where there is none to read, which the engine will say."""
+    try:
+        return config_json.parse((document.path.parent / path / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def _described(model: dict[str, Any]) -> dict[str, Any]:
+    """What a model entry or a config.json says of the model, by the names of our entries."""
+    rope, experts = model.get("rope_parameters"), model.get("experts")
+    rope, experts = (one if isinstance(one, dict) else {} for one in (rope, experts))
+    told = {ours: model.get(ours, model.get(theirs)) for ours, theirs in SAME.items()}
+    told |= {f"experts.{ours}": experts.get(ours, model.get(theirs)) for ours, theirs in EXPERTS.items()}
+    told["rope_theta"] = told["rope_theta"] or rope.get("rope_theta")
+    counts = (experts.get("count"), *(model.get(key) for key in COUNTS))
+    dense = 0 if told["layers"] is not None else None  # a config.json that keeps its sizes elsewhere says nothing
+    told["experts"] = next((count for count in counts if count), dense)
+    return {key: value for key, value in told.items() if value is not None}
 
 
 def _model(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -167,7 +259,7 @@ def _settings(document: Document, index: int, arm: dict[str, Any]) -> Iterator[P
         yield common.at(document, f"{pointer}/padding", "RL306", message, "leave it out")
     if taken := sorted(set(settings.get("options", {})) & set(ENGINES[name].keys)):
         message = f"options.{taken[0]} is decided by the settings of {name}"
-        hint = "what it decides: dtype, attention, batch_size and seed"
+        hint = "what they decide: dtype, attention, batch_size, seed, and how the files of `weights` are loaded"
         yield common.at(document, f"{pointer}/options/{taken[0]}", "RL306", message, hint)
     if settings.get("invariant") and _device(document.data, arm) != "cuda":
         hint = "settings: {device: cuda}, or requires: {device: cuda}"

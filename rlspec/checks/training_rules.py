@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,8 +70,10 @@ def launcher(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         yield at(document, "/launch", "RL226", f"{name} needs {wanted}", "their product is the world size")
     command = data["trainer"].get("command", ["python"])
     if name != "local" and not common.is_python(command[0]):
-        message = f"{name} starts Python commands, by torchrun, not {command[0]!r}" if name == "slurm" else (
-            f"torchrun starts Python commands, not {command[0]!r}"
+        message = (
+            f"{name} starts Python commands, by torchrun, not {command[0]!r}"
+            if name == "slurm"
+            else (f"torchrun starts Python commands, not {command[0]!r}")
         )
         yield at(document, "/trainer/command/0", "RL226", message, "begin with python")
 
@@ -106,6 +109,8 @@ def embedded(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
             yield at(document, f"/mesh/{axis}", "RL229", message, "it is parallel over dp, by launch: torchrun")
     if given["name"] == "embedded":
         yield from uncut(document, data)
+        with contextlib.suppress(SpecError):  # said by the rule of the model
+            yield from common.decoder_has(document, data["model"], catalog.whole(data["model"], document.path.parent))
     fault = given.get("settings", {}).get("fault") if given["name"] != "command" else None
     if fault is not None and "expect" not in data:
         message = f"the planted fault {fault} belongs to a control, and no outcome is expected here"
@@ -304,7 +309,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (arm_names, ("arms",)),
     (launcher, ("launch", "trainer")),
     (mesh, ("model", "mesh", "launch", "trainer")),
-    (embedded, ("mesh", "trainer", "arms", "repository")),
+    (embedded, ("model", "mesh", "trainer", "arms", "repository")),
     (routing, ("model", "trainer")),
     (trainer, ("trainer",)),
     (metrics, ("trainer", "arms", "judgments")),

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from rlspec import config_json
 
 # Keys of our model entries -> those of config.json.
 _ENTRY = {
@@ -112,15 +115,21 @@ def read(source: Mapping[str, Any] | str | Path) -> Architecture:
 
     Raises ValueError with every key that is unknown, not implemented, missing or of a wrong type or size.
     """
-    config = _flat(source if isinstance(source, Mapping) else json.loads(Path(source).read_text(encoding="utf-8")))
+    given = source if isinstance(source, Mapping) else config_json.parse(Path(source).read_bytes())
+    config = _flat(given)
     wanted = {field.name: field for field in fields(Architecture)}
-    problems = [_refusal(key, value) for key, value in config.items() if key not in wanted]
+    found = [_refusal(key, value) for key, value in config.items() if key not in wanted]
     values = {key: value for key, value in config.items() if key in wanted}
+    sizes = {key: value for key, value in values.items() if key in config_json.LIMITS}
+    problems = [problem for problem in found if problem]
     problems += _missing(config)
+    problems += config_json.oversized(sizes)
     problems += [
-        f"{key} is {value!r}, not {wanted[key].type}" for key, value in values.items() if not _typed(key, value)
+        f"{key} is {value!r}, not {wanted[key].type}"
+        for key, value in values.items()
+        if (key not in sizes or value is None) and not _typed(key, value)
     ]
-    problems = [problem for problem in problems if problem]
+    problems += _contradictions(given, config)
     if not problems:
         architecture = Architecture(**values)
         problems = _sizes(architecture)
@@ -145,9 +154,32 @@ def _flat(source: Mapping[str, Any]) -> dict[str, Any]:
             config["rope_theta"] = rope["rope_theta"]
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         config.pop("sliding_window", None)
-    if set(config.get("layer_types") or ()) <= {"full_attention"}:
+    types = config.get("layer_types")
+    if types is None or types == ["full_attention"] * len(types if isinstance(types, list) else ()):
         config.pop("layer_types", None)
     return config
+
+
+def _contradictions(source: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Keys of which one says otherwise than another, so that nobody knows which model is meant."""
+    rope, experts = source.get("rope_parameters"), source.get("experts")
+    said: list[tuple[str, str, Any]] = [(key, _ENTRY.get(key, key), value) for key, value in source.items()]
+    said += [("num_local_experts", "num_experts", source.get("num_local_experts"))]
+    if isinstance(rope, Mapping):
+        said += [("rope_parameters.rope_theta", "rope_theta", rope.get("rope_theta"))]
+    if isinstance(experts, Mapping):
+        said += [(f"experts.{key}", _EXPERTS.get(str(key), ""), value) for key, value in experts.items()]
+    problems = [
+        f"{key} {value!r} contradicts {name} {source[name]!r}"
+        for key, name, value in said
+        if key != name and value is not None and name in source and source[name] != value
+    ]
+    types = source.get("layer_types")
+    if isinstance(types, list) and len(types) != config.get("num_hidden_layers"):
+        problems.append(f"layer_types has {len(types)} entries, num_hidden_layers is {config.get('num_hidden_layers')}")
+    if config.get("model_type") == "qwen3" and config.get("num_experts"):
+        problems.append(f"num_experts {config['num_experts']!r} contradicts model_type qwen3, which is dense")
+    return problems
 
 
 def _refusal(key: str, value: Any) -> str | None:
@@ -176,12 +208,16 @@ def _typed(key: str, value: Any) -> bool:
     if kind == "bool":
         return isinstance(value, bool)
     number = isinstance(value, int) or (kind == "float" and isinstance(value, float))
-    return number and not isinstance(value, bool) and value >= 0
+    return number and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _sizes(model: Architecture) -> list[str]:
     positive = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     problems = [f"{key} must be at least 1" for key in positive if getattr(model, key) < 1]
+    if model.vocab_size == 1:
+        problems.append("vocab_size must be at least 2: the log-prob of an only token is 0 whatever the model computes")
+    if not model.rope_theta:
+        problems.append("rope_theta must be above 0")
     if model.head_dim < 2 or model.head_dim % 2:
         problems.append(f"head_dim {model.head_dim} must be even")
     if model.num_key_value_heads and model.num_attention_heads % model.num_key_value_heads:

@@ -22,6 +22,7 @@ from rlspec.workloads import Sample, Tier, Workload
 Tensors = Mapping[str, Tensor]
 _CHANGED = 101  # added to the offset of an input for other content
 _UPSTREAM = 3
+_SMALL = 2.0**-10  # of rows whose RMS is then near the root of eps, 1e-6
 PADS = {"zero": 0.0, "large": 1000.0, "nan": float("nan")}
 
 
@@ -40,7 +41,7 @@ class Input:
     @property
     def data(self) -> bool:
         """Whether pads may hold anything and strides be any: no ids, no tables."""
-        return self.made in ("", "tied")
+        return self.made in ("", "tied", "small")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +144,7 @@ def _rows(
         return torch.tensor([sample.tokens[(p + 1) % sample.length] % one.below for p in positions])
     if one.made == "few":
         return fills.few_experts(tier.seed, sample.id, positions, one.shape[0], one.below, one.offset + changed)
-    if one.made and one.made != "tied":
+    if not one.data:
         count = one.shape[0] if one.shape else 1
         ids = fills.integers(tier.seed, sample.id, positions, count, one.below, one.offset + changed)
         if not one.shape and not changed:  # the first and the last id stand in every longer sample
@@ -154,7 +155,11 @@ def _rows(
     for size in one.shape:
         width *= size
     made = fills.rows(workload.fill, tier.seed, sample.id, positions, width, one.offset + changed, device)
-    return (fills.tied_tokens(made, positions) if one.made == "tied" else made).view(len(positions), *one.shape)
+    if one.made == "tied":
+        made = fills.tied_tokens(made, positions)
+    elif one.made == "small":
+        made[torch.tensor(positions, device=made.device) % 2 == 1] *= _SMALL
+    return made.view(len(positions), *one.shape)
 
 
 # One case an operator
@@ -180,16 +185,20 @@ def _embedding(operator: str, variant: str, model: Architecture, workload: Workl
 
 
 def _norm(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
-    heads = operator == "qk_norm"
-    shape = (model.num_attention_heads, model.head_dim) if heads else (model.hidden_size,)
+    shape = (_heads(variant, model), model.head_dim) if operator == "qk_norm" else (model.hidden_size,)
+    made = "small" if variant.startswith("small") else ""
     options = {"eps": model.rms_norm_eps}
     return Case(
         operator=operator,
-        inputs={"x": Input(shape=shape)},
+        inputs={"x": Input(shape=shape, made=made)},
         weights={"weight": Weight(shape=shape[-1:], offset=1)},
         call=lambda op, tokens, weights, segments, wide: {"out": op(tokens["x"], weights["weight"], **options)},
         options=options,
     )
+
+
+def _heads(variant: str, model: Architecture) -> int:
+    return model.num_key_value_heads if variant.endswith("keys") else model.num_attention_heads
 
 
 def _gemm(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
@@ -219,7 +228,7 @@ def _rope(operator: str, variant: str, model: Architecture, workload: Workload) 
     return Case(
         operator=operator,
         inputs={
-            "x": Input(shape=(model.num_attention_heads, model.head_dim)),
+            "x": Input(shape=(_heads(variant, model), model.head_dim)),
             "cos": Input(made="cos", dtype=torch.float32),
             "sin": Input(made="sin", dtype=torch.float32),
         },

@@ -101,6 +101,7 @@ class Trace:
         self.tables: dict[Key, Tensor] = {}
         self.backward: dict[Key, Tensor] = {}
         self.rows: dict[Key, Tensor] = {}
+        self.finite: dict[Key, Tensor] = {}
         self.keep, self.probes = keep, probes(self.tokens)
         self._slot = {token: slot for slot, token in enumerate(self.probes)}
 
@@ -112,10 +113,29 @@ class Trace:
         digests = row_digests(rows)
         for place, row, length in self._pieces(runs):
             tables[key][place : place + length] = digests[row : row + length]
+        if not backward and rows.is_floating_point():
+            self._look(key, runs, rows)
         for run in runs:
             place = self.starts[run.sample] + run.position
             if self.keep and self.keep in ("*", key.name) and not backward and rows.is_floating_point():
                 self._keep(key, place, run, rows)
+
+    def _look(self, key: Key, runs: Sequence[Run], rows: Tensor) -> None:
+        if key not in self.finite:
+            self.finite[key] = torch.ones(self.tokens, dtype=torch.bool, device=self.device)
+        ends = rows.reshape(len(rows), -1).aminmax(dim=1)  # NaN is both ends of its row; no copy of the rows is made
+        finite = ends.min.isfinite() & ends.max.isfinite()
+        for place, row, length in self._pieces(runs):
+            self.finite[key][place : place + length] = finite[row : row + length]
+
+    def broken(self, names: Sequence[str]) -> str | None:
+        """The first node, and in it the first token, whose result is not finite; `names` of the samples."""
+        for key, table in self.finite.items():
+            if not bool(table.all()):
+                place = _place(self, key, int((~table).int().argmax()), names)
+                layer = "" if key.layer is None else f"layer {key.layer}, "
+                return f"{layer}{key.name} ({key.operator}), sample {place['sample']} position {place['position']}"
+        return None
 
     def _pieces(self, runs: Sequence[Run]) -> list[tuple[int, int, int]]:
         """(token, row, length) of the runs, those that go on where one ended joined to it."""

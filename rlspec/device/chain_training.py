@@ -21,10 +21,12 @@ from rlspec.chains import ONLY_GRADIENTS, PLAIN, REFERENCE, Cell
 from rlspec.device import chain_trace, comparing
 from rlspec.device.chain_lines import yardstick
 from rlspec.device.chain_model import Trained, TrainingPass
+from rlspec.device.chain_routes import RoutedDecoder, RoutedPass, Routes
 from rlspec.device.chain_session import Session
 from rlspec.device.chain_trace import STREAM, Trace, WatchedDecoder, divergence
 from rlspec.device.decoder import PROFILES
 from rlspec.device.operators import Operators
+from rlspec.errors import RunError
 from rlspec.layouts import CANONICAL, Layout
 
 AHEAD = "ahead"  # a run of the arm for its errors alone
@@ -62,15 +64,21 @@ class Cells:
 
     def __init__(self, session: Session) -> None:
         self.session, self.lines, self.on = session, session.lines, session.on
+        self.routes: Routes | None = None
+        self.taken: dict[str, Any] | None = None  # what the reference says of these routes
 
     def run(self) -> Canonical:
         """The canonical cell, then the others, each with its comparisons."""
         asked, chosen = self.session.asked, self.on.cells
         accuracy = asked(*chains.ACCURACY)
+        if accuracy and self.on.sizes.experts:
+            self._find_routes(chosen[0])
         yardsticks = self._yardsticks() if accuracy else None
         if yardsticks is not None and not self._resident:
             self._ahead(yardsticks)
         trained, trace = self._cell(chosen[0], keep="*" if accuracy else STREAM)
+        if not accuracy:  # else the reference is finite, and the errors against it tell where the arm is not
+            self._finite(trained, trace, CANONICAL)
         digests = {name: comparing.fingerprint(x) for name, x in trained.gradients.items()}
         canonical = Canonical(trained.logprobs, trace, digests, {})
         self.lines.logprobs(CANONICAL, trained.logprobs)
@@ -127,6 +135,14 @@ class Cells:
         shares = torch.cat([weights[sample.prompt :] for weights, sample in pairs])
         return float(-(shares * logprobs.double()).sum() / tier.active)
 
+    def _finite(self, trained: Trained, trace: Trace, name: str) -> None:
+        """RunError with the first result that is not finite: NaN agrees with nothing, so there is nothing to judge."""
+        if place := trace.broken(self.session.names):
+            raise RunError(f"{name}: a result is not finite, first that of {place}")
+        for parameter, x in trained.gradients.items():
+            if not bool(x.isfinite().all()):
+                raise RunError(f"{name}: the gradient of {parameter} is not finite")
+
     # Invariance
 
     def _other(self, cell: Cell, want: Canonical, yardsticks: Yardsticks | None) -> None:
@@ -177,8 +193,12 @@ class Cells:
     def _yardsticks(self) -> Yardsticks:
         """The same model in fp32, and as plain torch runs it in the arm's dtype with the roundings of transformers."""
         alone = self.session.alone()
-        wanted, trace = self._traced(self._whole(), alone.layout, 0, "*", REFERENCE)
-        plain = self.session.training(TrainingPass, Operators("torch"))
+        whole = self._whole()
+        wanted, trace = self._traced(whole, alone.layout, 0, "*", REFERENCE)
+        if isinstance(whole.decoder, RoutedDecoder):
+            self.taken = whole.decoder.summary()
+        self._finite(wanted, trace, "the reference in fp32")
+        plain = self._measure(Operators("torch"))
         plain.decoder.profile = PROFILES["hf"]
         theirs, their_trace = self._traced(plain, alone.layout, 0, "*", PLAIN)
         self.lines.logprobs(REFERENCE, wanted.logprobs)
@@ -190,7 +210,21 @@ class Cells:
         return Yardsticks(wanted.logprobs, wanted.gradients, digests, found, trace, nodes)
 
     def _whole(self) -> TrainingPass:
-        return self.session.training(TrainingPass, Operators("reference"), dtype=self.session.wide, recompute=True)
+        return self._measure(Operators("reference"), dtype=self.session.wide, recompute=True)
+
+    def _measure(self, operators: Operators, **options: Any) -> TrainingPass:
+        """A run that errors are measured by: with experts, along the routes of the arm."""
+        if self.routes is None:
+            return self.session.training(TrainingPass, operators, **options)
+        made = self.session.training(RoutedPass, operators, **options)
+        assert isinstance(made, RoutedPass)
+        return made.follow(self.routes)
+
+    def _find_routes(self, cell: Cell) -> None:
+        self.session.step("routes")
+        self.routes = Routes([sample.length for sample in self.session.samples], self.on.device)
+        made = self.session.training(self.session.lives.training, self.on.operators())
+        made.run(cell.layout, chunk_size=cell.chunk or None, capture=self.routes.capture)
 
     def _ahead(self, yardsticks: Yardsticks) -> None:
         """The errors of the arm's gradients while those of the reference still fit beside its graph."""
@@ -214,10 +248,11 @@ class Cells:
     def _depth(self, trace: Trace, yardsticks: Yardsticks) -> None:
         """Errors node by node, beside those of plain torch."""
         nodes = [
-            [*key, comparing.number(error), comparing.number(yardsticks.nodes.get(key, float("inf"))), size]
+            [*key, *map(comparing.number, (error, yardsticks.nodes.get(key, float("inf")), size))]
             for key, error, size in chain_trace.node_errors(trace, yardsticks.trace)
         ]
-        self.lines.line("depth", configuration=CANONICAL, probes=len(trace.probes), nodes=nodes)
+        routes = {} if self.taken is None else {"routes": self.taken}
+        self.lines.line("depth", configuration=CANONICAL, probes=len(trace.probes), nodes=nodes, **routes)
         yardsticks.trace.rows.clear()
 
     def _accuracy(self, cell: str, trained: Trained, digests: Mapping[str, str], yardsticks: Yardsticks) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -23,11 +23,40 @@ from rlspec import nodes, token_files
 from rlspec.device import architecture, weight_files, weights
 from rlspec.device.decoder import Decoder
 from rlspec.device.operators import Operators
+from rlspec.errors import RunError, SpecError
 from rlspec.token_files import Stream
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LOADING = {  # what transformers says of loading -> what is wrong with the tensors that it names
+    "missing_keys": "is missing",
+    "unexpected_keys": "is no parameter of this model, or stands there twice",
+    "mismatched_keys": "is of another shape",
+}
 COLD = 0.7  # the temperature of the planted fault
+
+
+class Refused(RunError, ValueError):
+    """What is wrong with weights, tokens or the disk: a sentence that needs no frames, see `run`."""
+
+
+def run(main: Callable[[], None]) -> None:
+    """The main function of a run file; what it refuses ends it with a sentence, anything else with its frames."""
+    try:
+        main()
+    except (RunError, SpecError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What weights are refused for, or a file that cannot be read, as Refused."""
+    try:
+        yield
+    except OSError as error:
+        raise Refused(f"cannot read {error.filename}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise Refused(str(error)) from error
 
 
 class Dump:
@@ -61,11 +90,20 @@ class Dump:
         self.written: set[str] = set()
 
     def __enter__(self) -> Dump:
-        self.file: TextIO = self.path.open("w", encoding="utf-8")
+        with self._writing():
+            self.file: TextIO = self.path.open("w", encoding="utf-8")
         return self
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # a full disk does not say which file it has no room for
+            raise Refused(f"cannot write log-probs to {self.path}: {error.strerror or error}") from error
+
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.file.close()
+        with self._writing() if kind is None else suppress(OSError):  # the first mistake is the one to tell
+            self.file.close()
         if kind is None and (missing := [one.sample for one in self.streams if one.sample not in self.written]):
             raise ValueError(f"{len(missing)} samples have no log-probs, {missing[0]} first")
 
@@ -78,7 +116,7 @@ class Dump:
         """Raise ValueError for a token id that the model does not have."""
         for one in self.streams:
             if (most := max((*one.prompt, *(one.response or ())))) >= vocabulary:
-                raise ValueError(f"sample {one.sample}: token {most} is not below the vocabulary, {vocabulary}")
+                raise Refused(f"sample {one.sample}: token {most} is not below the vocabulary, {vocabulary}")
 
     def select(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Logits [..., V] and token ids [...] -> fp32 log-probs [...], log_softmax(logits / temperature)."""
@@ -93,7 +131,7 @@ class Dump:
         if len(tokens) != len(logprobs):
             raise ValueError(f"sample {stream.sample}: {len(logprobs)} log-probs for {len(tokens)} tokens")
         if not all(isinstance(value, float) and math.isfinite(value) for value in logprobs):
-            raise ValueError(f"sample {stream.sample}: the engine gave no finite log-prob for each token: {logprobs}")
+            raise Refused(f"sample {stream.sample}: the engine gave no finite log-prob for each token: {logprobs}")
         if self.weights is None:
             raise ValueError("the weights were not identified")
         positions, values = list(range(len(stream.prompt), len(stream.prompt) + len(tokens))), list(logprobs)
@@ -102,7 +140,9 @@ class Dump:
         if self.fault == "mask":  # the loss mask begins one token late
             positions, tokens, values = positions[1:], tokens[1:], values[1:]
         columns = {"position": positions, "token": tokens, "logprob": values}
-        self.file.write(json.dumps({"sample": stream.sample, **columns, **self._semantics()}, allow_nan=False) + "\n")
+        line = json.dumps({"sample": stream.sample, **columns, **self._semantics()}, allow_nan=False)
+        with self._writing():
+            self.file.write(line + "\n")
         self.written.add(stream.sample)
 
     def _semantics(self) -> dict[str, Any]:
@@ -118,8 +158,21 @@ class Dump:
     # Weights
 
     def files(self, source: Mapping[str, Any]) -> str:
-        """The folder of the weights, once its files are hashed. Raises ValueError for files that are not there."""
-        self.weights = str(weight_files.measure(source["path"])["content_hash"])
+        """The folder of the weights, once its files are hashed. Raises ValueError for files that are not the model's.
+
+        What an engine does with a tensor that is missing or unknown is its own affair: some draw it at random, or
+        leave it out, and go on. So the files of a model that our decoder knows are checked here, for any engine.
+        """
+        folder = Path(source["path"])
+        try:
+            model = architecture.read(folder / "config.json")
+        except (OSError, ValueError):  # not of a family of ours: the engine must tell, see `filled`
+            model = None
+        with refusing():
+            pins = weight_files.measure(folder)
+            if model is not None:
+                weights.check(model, folder, pins, torch.float32)
+        self.weights = str(pins["content_hash"])
         return str(source["path"])
 
     def seeded(self, model: Mapping[str, Any], seed: int, dtype: torch.dtype, device: str, **options: Any) -> Decoder:
@@ -136,13 +189,14 @@ class Dump:
     def loaded(self, source: Mapping[str, Any], dtype: torch.dtype, device: str, **options: Any) -> Decoder:
         """A decoder of rlspec with the weights of files, checked before anything is allocated for them."""
         folder = Path(self.files(source))
-        pins = weight_files.measure(folder)
-        stored = {entry.dtype for entry in weight_files.entries(folder, pins["shards"]).values()}
-        master = dtype if stored <= {dtype} else torch.float32
-        model = architecture.read(folder / "config.json")
-        made = Decoder(model, dtype=dtype, master_dtype=master, device="meta", **options)
-        made.requires_grad_(False)
-        weights.load(made, folder, pins, device=device)
+        with refusing():
+            pins = weight_files.measure(folder)
+            stored = {entry.dtype for entry in weight_files.entries(folder, pins["shards"]).values()}
+            master = dtype if stored <= {dtype} else torch.float32
+            model = architecture.read(folder / "config.json")
+            made = Decoder(model, dtype=dtype, master_dtype=master, device="meta", **options)
+            made.requires_grad_(False)
+            weights.load(made, folder, pins, device=device)
         return made
 
 
@@ -175,6 +229,26 @@ def copy(source: Decoder, model: torch.nn.Module) -> None:
     tied = {"lm_head.weight"} if source.architecture.tie_word_embeddings else set()
     if set(found.missing_keys) - tied or found.unexpected_keys:
         raise ValueError(f"names differ: {found.missing_keys} are missing, {found.unexpected_keys} are unknown there")
+
+
+def filled(model: Any, told: Mapping[str, Any], folder: str) -> Any:
+    """A model of transformers, if every parameter came from the files, and every tensor went into it.
+
+    `told`: the loading info of `from_pretrained`. Raises ValueError; transformers itself draws what is missing at
+    random, leaves out what it does not know, and unties a head that differs, with a warning at most.
+    """
+    tied = bool(model.config.get_text_config().tie_word_embeddings)
+    shared = set(getattr(model, "_tied_weights_keys", None) or ()) if tied else set()
+    names = {key: sorted(one if isinstance(one, str) else one[0] for one in told[key]) for key in _LOADING}
+    names["missing_keys"] = [name for name in names["missing_keys"] if name not in shared]
+    problems = [f"{name} {what}" for key, what in _LOADING.items() for name in names[key]]
+    problems += told.get("error_msgs", ())
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if tied and head is not None and not torch.equal(head.weight.to(embedding.weight.device), embedding.weight):
+        problems.append("lm_head.weight is not model.embed_tokens.weight, and this model ties them")
+    with refusing():
+        weight_files.refuse(Path(folder), problems)
+    return model
 
 
 def mode(invariant: bool) -> AbstractContextManager[None]:

@@ -50,21 +50,26 @@ class Results:
     """By name, `d` before gradients; tokens as [tokens, ...] in canonical order, parameters whole.
 
     `accumulated_by`: who summed a parameter's gradient over calls, the operator itself or plain fp32 additions.
+    `apart`: where a forward with gradients first differs from one without, in a sentence.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     accumulated_by: dict[str, str] = field(default_factory=dict)
+    apart: str | None = None
 
 
-def run(subject: Subject, layout: Layout, seen: Seen, *, backward: bool) -> Results:
-    """Raises NoBackward, ValueError for outputs of a wrong shape, and whatever the operator raises."""
-    return _Execution(subject, layout, seen, backward).run()
+def run(subject: Subject, layout: Layout, seen: Seen, *, backward: bool, both: bool = False) -> Results:
+    """`both`: every call runs with gradients and without, as a trainer and an engine call it; `outputs` are the latter.
+
+    Raises NoBackward, ValueError for outputs of a wrong shape, and whatever the operator raises.
+    """
+    return _Execution(subject, layout, seen, backward, both).run()
 
 
 class _Execution:
-    def __init__(self, subject: Subject, layout: Layout, seen: Seen, backward: bool) -> None:
-        self.subject, self.layout, self.seen, self.backward = subject, layout, seen, backward
+    def __init__(self, subject: Subject, layout: Layout, seen: Seen, backward: bool, both: bool) -> None:
+        self.subject, self.layout, self.seen, self.backward, self.both = subject, layout, seen, backward, both
         self.node = NODES[subject.case.operator]
         self.results = Results()
         operator = subject.operator
@@ -93,12 +98,13 @@ class _Execution:
         tokens = {name: self._physical(name, call) for name in case.inputs}
         weights = dict(subject.weights)
         leaves: dict[str, Tensor] = {}
-        if self.backward and not self.whole_backward:
+        if (self.backward or self.both) and not self.whole_backward:
             leaves = {name: tokens[name].requires_grad_() for name in self.node.tensors}
             if self.owned is None and self.layout.parameters:
                 weights = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
                 leaves |= weights
         segments = segments_of(call, subject.device)
+        inferred = self._inferred(call, tokens, segments) if self.both and leaves else None
         with torch.set_grad_enabled(bool(leaves)):
             if self.whole_backward:
                 with self.seen.call(launches=subject.wide is None):
@@ -110,7 +116,9 @@ class _Execution:
         self._check(outputs, call)
         if self.layout.name == layouts.CANONICAL and subject.wide is None:
             self._untouched(tokens, call)
-        for name, out in outputs.items():
+        if inferred is not None:
+            self._same_without_gradients(outputs, inferred, call)
+        for name, out in (inferred or outputs).items():
             self._restore(self.results.outputs, name, out.detach(), call, keys=False)
         if self.whole_backward:
             self._restore(self.saved, "lse", lse, call, keys=False)
@@ -124,6 +132,38 @@ class _Execution:
         self._autograd(call, outputs, upstream, leaves)
         if self.owned is not None:
             self._hand_over(call, tokens, upstream)
+
+    def _inferred(self, call: Call, tokens: Tensors, segments: Segments) -> dict[str, Tensor]:
+        """What the call gives without gradients, where an operator may take another way.
+
+        Copied, for an operator may give the same memory again.
+        """
+        plain = {name: x.detach() for name, x in tokens.items()}
+        with torch.no_grad():
+            outputs = self.subject.case.call(self._operator, plain, self.subject.weights, segments, self.subject.wide)
+        self._check(outputs, call)
+        return {name: out.clone() for name, out in outputs.items()}
+
+    def _same_without_gradients(self, trained: Tensors, inferred: Tensors, call: Call) -> None:
+        """Pads may hold anything, so only where the grids differ are the tokens picked out of them."""
+        for name, out in inferred.items():
+            grid = trained[name].detach()
+            if self.results.apart or comparing.identical(out, grid):
+                continue
+            mine: dict[str, Tensor] = {}
+            theirs: dict[str, Tensor] = {}
+            self._restore(mine, name, out, call, keys=False)
+            self._restore(theirs, name, grid, call, keys=False)
+            self.results.apart = self._apart(name, mine[name], theirs[name], call)
+
+    def _apart(self, name: str, mine: Tensor, theirs: Tensor, call: Call) -> str | None:
+        if comparing.identical(mine, theirs):
+            return None
+        place = f"{name} in {self.layout.name}, a call of {call.rows} × {call.width} tokens"
+        if mine.dtype != theirs.dtype:
+            return f"{place}: {_told(mine)} without gradients, {_told(theirs)} with them"
+        count = int((comparing.bits(mine) != comparing.bits(theirs)).sum())
+        return f"{place}: {count:,} of {mine.numel():,} elements are others without gradients than with them"
 
     def _operator(self, *arguments: Any, **options: Any) -> Any:
         """The operator, watched; what the case does before and after it is not its own."""

@@ -75,11 +75,22 @@ def _cell(
         for line in cell.comparisons():
             writer.line({"record": "comparison", "operator": operator, "tier": tier.name, **line})
     except Exception as error:  # whatever a user's operator raises is the end of its own cell alone
-        cell.error = _told(error)
+        cell.error = _no_module(error, on.implementation_of(operator)) or _told(error)
     summary = cell.summary()
     writer.line(summary)
     problem = cell.error["message"] if cell.error else cell.blocked
     return problem or f"measured in {time.monotonic() - started:.1f} s"
+
+
+def _no_module(error: Exception, implementation: str) -> dict[str, Any] | None:
+    """Where the module of an implementation is missing itself, and not one that it imports: a sentence, no frames."""
+    module = implementation.partition(":")[0]
+    if not isinstance(error, ModuleNotFoundError) or not f"{module}.".startswith(f"{error.name}."):
+        return None
+    print(f"no module {error.name} in {os.pathsep.join(sys.path)}", file=sys.stderr, flush=True)
+    places = f"in the folder of the spec, PYTHONPATH{'' if os.environ.get('PYTHONPATH') else ' (not set)'}"
+    message = f"{implementation}: there is no module {error.name}; looked {places} and the installed packages"
+    return {"message": message, "tail": []}
 
 
 def _told(error: Exception) -> dict[str, Any]:
@@ -104,6 +115,7 @@ class _Cell:
     blocked: str | None = None
     no_backward: str | None = None
     error: dict[str, Any] | None = None
+    apart: list[str] = field(default_factory=list)
     seen: observe.Seen = field(default_factory=observe.Seen)
     passed_by: dict[str, list[str]] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = ()
@@ -129,6 +141,7 @@ class _Cell:
             "backend": self.backend,
             "blocked": self.blocked,
             "no_backward": self.no_backward,
+            "without_gradients": self.apart,
             "error": self.error,
             "provenance": None if self.error or self.blocked else self._provenance(),
             "seen": self.seen.plain(),

@@ -54,12 +54,14 @@ def canonical_digests(on: Bench) -> Iterator[tuple[str, str]]:
 
 def _of_cell(on: Bench, operator: str, tier: Tier) -> Iterator[tuple[str, str]]:
     candidate = resolve(operator, on.implementation_of(operator))
-    backward = any(name.startswith("gradient") for name in nodes.judged(tier, on.judgments))
+    judged = nodes.judged(tier, on.judgments)
+    backward, forward = (any(name.startswith(way) for name in judged) for way in ("gradient", "forward"))
+    both = backward and forward
     for variant in nodes.variants(operator, tier):
         one = subject(on, operator, tier, variant, candidate)
         try:
-            found = run(one, layouts.of(tier)[0], observe.Seen(), backward=backward)
+            found = run(one, layouts.of(tier)[0], observe.Seen(), backward=backward, both=both)
         except NoBackward:
-            found = run(one, layouts.of(tier)[0], observe.Seen(), backward=False)
+            found = run(one, layouts.of(tier)[0], observe.Seen(), backward=False, both=both)
         for name, tensor in {**found.outputs, **found.gradients}.items():
             yield key(operator, tier, variant, name), comparing.fingerprint(tensor)

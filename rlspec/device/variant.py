@@ -32,6 +32,7 @@ class Cell(Protocol):
     elsewhere: Mapping[str, str]
     seen: observe.Seen
     no_backward: str | None
+    apart: list[str]
     passed_by: dict[str, list[str]]
 
 
@@ -43,6 +44,7 @@ class Variant:
         self.cell, self.variant, self.judged, self.node = cell, variant, judged, NODES[cell.operator]
         self.subject = subject(on, cell.operator, tier, variant, cell.candidate)
         self.backward = any(name.startswith("gradient") for name in judged)
+        self.both = self.backward and any(name.startswith("forward") for name in judged)
         self.reference = self._reference()
         self.baseline = self._baseline()
         self.canonical = Results()
@@ -67,32 +69,43 @@ class Variant:
     def _run(self, layout: Layout) -> Results:
         if self.backward and self.cell.no_backward is None:
             try:
-                return run(self.subject, layout, self.cell.seen, backward=True)
+                return self._told(run(self.subject, layout, self.cell.seen, backward=True, both=self.both))
             except NoBackward as error:
                 self.cell.no_backward = str(error)
-        return run(self.subject, layout, self.cell.seen, backward=False)
+        return self._told(run(self.subject, layout, self.cell.seen, backward=False, both=self.both))
+
+    def _told(self, found: Results) -> Results:
+        if found.apart:
+            self.cell.apart.append(" ".join(filter(None, (self.variant, found.apart))))
+        return found
 
     def _weights_are_read(self) -> None:
         """After a step of an optimizer a weight lies where it lay, with other values: none may be kept."""
-        if not self.node.linear:
+        if not self.subject.weights:
             return
         for weight in self.subject.weights.values():
             weight.mul_(2)
         try:
-            doubled = run(self.subject, self.cell.layouts[0], self.cell.seen, backward=False).outputs
+            doubled = run(self.subject, self.cell.layouts[0], self.cell.seen, backward=False, both=self.both)
         finally:
             for weight in self.subject.weights.values():
                 weight.div_(2)
-        for name, out in doubled.items():
-            if not torch.equal(out, self.canonical.outputs[name] * 2):
+        before = self.canonical.outputs
+        if all(comparing.identical(out, before[name]) for name, out in doubled.outputs.items()):
+            raise ValueError("with the weight doubled in place, the result is what it was: is one kept?")
+        for name, out in doubled.outputs.items():
+            if self.node.linear and not torch.equal(out, before[name] * 2):
                 raise ValueError(f"with the weight doubled in place, {name} is not twice what it was: is one kept?")
+        if doubled.apart and not self.canonical.apart:
+            raise ValueError(f"with the weight doubled in place, {doubled.apart}: is one kept?")
 
     def _profile(self) -> None:
         """The canonical calls once more under the profiler; what it sees joins what was seen to run."""
         if self.cell.on.device.type != "cuda":
             return
         seen = observe.Seen(profiling=True, profiled=self.cell.seen.profiled)
-        run(self.subject, self.cell.layouts[0], seen, backward=self.backward and self.cell.no_backward is None)
+        backward = self.backward and self.cell.no_backward is None
+        run(self.subject, self.cell.layouts[0], seen, backward=backward, both=self.both)
         self.cell.seen.profiled = seen.profiled
 
     def _reference(self) -> Results:

@@ -43,7 +43,10 @@ def measure(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     indexed = (folder / INDEX).is_file()
     names = sorted(set(_weight_map(folder).values())) if indexed else [SINGLE]
-    refuse(folder, [f"{name} is missing" for name in names if not (folder / name).is_file()])
+    problems = [f"{name} is missing" for name in names if not (folder / name).is_file()]
+    if SINGLE not in names and (folder / SINGLE).is_file():  # transformers would load it, and leave the shards alone
+        problems.append(f"{SINGLE} is beside {INDEX}, which does not name it: remove one of the two")
+    refuse(folder, problems)
     with ThreadPoolExecutor() as pool:
         hashes = pool.map(_sha256, [folder / name for name in names])
     sizes = [(folder / name).stat().st_size for name in names]

@@ -68,15 +68,26 @@ def load(
         raise ValueError("a decoder on meta is loaded to a device, and any other where it is")
     folder = Path(folder)
     weight_files.verify(folder, pins)
-    files = weight_files.Files(folder, weight_files.entries(folder, pins["shards"]))
-    plan = _plan(decoder.architecture, files.entries, embedding.dtype, folder)
-    _check_tie(decoder.architecture, files, folder)
+    files, plan = check(decoder.architecture, folder, pins, embedding.dtype)
     if device is not None:
         decoder.to_empty(device=device)
     with torch.no_grad():
         for source in plan:
             target = decoder.get_parameter(source.parameter)[source.where]
             target.copy_(files[source.name].to(target.device))  # as it is stored, then widened there
+
+
+def check(
+    model: Architecture, folder: Path, pins: Mapping[str, Any], master: torch.dtype
+) -> tuple[weight_files.Files, list[Source]]:
+    """The files of `folder`, and which of their tensors goes where, if they hold the model's parameters and no more.
+
+    Raises ValueError with every tensor that is missing, unknown, of another shape or tied otherwise than the model.
+    """
+    files = weight_files.Files(folder, weight_files.entries(folder, pins["shards"]))
+    plan = _plan(model, files.entries, master, folder)
+    _check_tie(model, files, folder)
+    return files, plan
 
 
 class Source(NamedTuple):

@@ -49,7 +49,8 @@ def across(report: Mapping[str, Any]) -> Iterator[tuple[str, list[rows.Cells]]]:
 
     Compared are the digests of the canonical layout, which are there also where no cell asks for it.
     """
-    measured = {arm: _canonical(found) for arm, found in (report["measured"] or {}).items()}
+    given = (report["measured"] or {}).items()
+    measured = {arm: _canonical(found) for arm, found in given if found is not None}  # an arm may have died
     for arm, digests in list(measured.items())[1:]:
         first = next(iter(measured))
         shared = digests.keys() & measured[first].keys()

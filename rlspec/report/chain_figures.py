@@ -64,6 +64,12 @@ def _largest(judgment: str, found: Sequence[Mapping[str, Any]]) -> str:
     values = [one["statistic"] for one in found if one["statistic"] is not None]
     if not values:
         return rows.EMPTY
+    # What failed without a figure of its own: else a row would say FAIL and "equal to the bit" at once.
+    silent = any(one["statistic"] is None for one in found if one["status"] in ("FAIL", "ERROR"))
+    return ("the others: " if silent else "") + _figure(judgment, found, values)
+
+
+def _figure(judgment: str, found: Sequence[Mapping[str, Any]], values: Sequence[float]) -> str:
     value = number(max(values))
     if judgment == PARITY:
         return f"max |d| {value}"
@@ -71,7 +77,10 @@ def _largest(judgment: str, found: Sequence[Mapping[str, Any]]) -> str:
         ratios = [one["evidence"].get("largest_ratio_to_torch") for one in found]
         known = [ratio for ratio in ratios if ratio is not None]
         return f"error {value} of RMS" + (f", {number(max(known), digits=2)} × torch's" if known else "")
-    return f"{number(sum(values))} differing" if max(values) else "equal to the bit"
+    if max(values):
+        return f"{number(sum(values))} differing"
+    outside = sum(one["evidence"].get("outside", 0) for one in found if one["status"] == "FAIL")
+    return f"no bit differs, errors outside: {outside}" if outside else "equal to the bit"
 
 
 def across(report: Mapping[str, Any]) -> Iterator[tuple[str, list[rows.Cells]]]:

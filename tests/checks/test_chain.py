@@ -112,7 +112,19 @@ def test_an_error_beyond_that_of_torch_fails_and_names_a_node(judgment):
     verdict = judged(found)[judgment, "BN/full"]
     assert said(verdict) == ("FAIL", "red_verdict")
     first = verdict.evidence["first_divergence"]
-    assert (first["layer"], first["operator"]) == (1, "swiglu") and "layer 1, mlp.act (swiglu)" in verdict.reason
+    assert (first["layer"], first["operator"]) == (1, "swiglu")
+    assert "the first result on the way forward that errs by more than the row allows is that of layer 1, mlp.act" in (
+        verdict.reason
+    )
+
+
+def test_a_gradient_that_errs_behind_a_sound_forward_is_not_said_to_be_where_the_error_arose():
+    found = measured()
+    for name in ("model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"):
+        one = line(found, "gradient_accuracy", "BN/full", name)
+        one["rms"] = 10 * float(one["yardstick"]["torch_rms"])
+    reason = judged(found)["gradient_accuracy", "BN/full"].reason
+    assert "the first gradient on the way back that does is that of layer 0, mlp.down_proj" in reason
 
 
 def test_not_a_number_is_red():
@@ -289,3 +301,22 @@ def test_records_that_break_off(tmp_path):
     path.write_text('{"record": "end", "lines": 0}\n')
     with pytest.raises(RunError, match="not due here"):
         chain_records.read(path, "a")
+
+
+def test_log_probs_that_are_all_alike_cannot_fail():
+    found = measured()
+    for one in found["logprobs"]:
+        one["values"] = [0.0] * len(one["values"])
+    for verdict in judged(found).values():
+        assert said(verdict) == ("ERROR", "broken") and "every log-prob is 0, a constant" in verdict.reason
+    found["logprobs"][0]["values"][0] = -1.0
+    assert all("a constant" not in verdict.reason for verdict in judged(found).values())
+
+
+def test_nan_on_both_sides_is_said_in_words():
+    found = measured()
+    nan = {"index": 0, "got": "nan", "want": "nan", "sample": "c1", "position": 2}
+    line(found, "decode_prefill", "b1/paged").update(differing=3, digest="x", first=nan)
+    verdict = judged(found)["decode_prefill", "b1/paged"]
+    assert said(verdict) == ("FAIL", "red_verdict")
+    assert "first at sample c1 position 2: nan on both sides, and nan agrees with nothing" in verdict.reason

@@ -10,7 +10,7 @@ import torch
 
 from rlspec import catalog, chain_records, contract
 from rlspec.checks import chain
-from rlspec.device import chain_bench, chain_faults, chain_harness, chain_session, chain_training, weights
+from rlspec.device import chain_bench, chain_faults, chain_harness, chain_session, chain_training, reference, weights
 from rlspec.device.architecture import read
 from rlspec.device.decoder import Decoder
 from rlspec.device.operators import Operators
@@ -190,3 +190,68 @@ def test_a_mixture_of_experts_keeps_its_bits(tmp_path):
     assert {one["operator"] for one in found["operators"]} >= {"router", "grouped_gemm", "combine"}
     made = judged(found, model="tiny-moe", **asked)
     assert {one.status for one in made.values()} == {"PASS"}
+
+
+@pytest.mark.parametrize(
+    ("judgment", "run_of"), [("forward_accuracy", "the reference in fp32"), ("forward_invariance", "BN/full")]
+)
+def test_weights_that_are_no_numbers_are_blamed_on_the_first_operator_that_shows_them(
+    tmp_path, monkeypatch, judgment, run_of
+):
+    load = chain_harness._load
+
+    def spoilt(session):
+        load(session)
+        with torch.no_grad():
+            dict(session.decoder.named_parameters())["model.layers.1.self_attn.q_proj.weight"][0, 0] = float("nan")
+
+    monkeypatch.setattr(chain_harness, "_load", spoilt)
+    found = run(bench(judgments=[judgment]), tmp_path)
+    error = next(phase["error"] for phase in found["phases"] if phase["name"] == "training")
+    place = "layer 1, self_attn.q_proj (det_gemm), sample c0 position 0"
+    assert f"{run_of}: a result is not finite, first that of {place}" in error["message"]
+
+
+EXPERTS = {"judgments": ["forward_accuracy", "gradient_accuracy"], "cells": ["BN/packed"], "model": "tiny-moe",
+           "workload": "tiny-chain", "weights": {"source": "seeded", "seed": 1}}  # fmt: skip
+
+
+def routed(folder, **arm):
+    found = run(bench({"name": "a", **arm}, **EXPERTS), folder)
+    return found["depth"]["routes"], judged(
+        found, arms=[{"name": "a", "implementation": "canonical", **arm}], **EXPERTS
+    )
+
+
+def test_two_experts_that_are_nearly_equal_change_places_and_that_is_no_error(tmp_path):
+    """Against fp32 with experts of its own this run errs 18 times as much as plain torch."""
+    routes, made = routed(tmp_path)
+    assert (routes["choices"], routes["tokens"], routes["of"], routes["wrong"]) == (1, 1, 30, 0)
+    assert {one.status for one in made.values()} == {"PASS"}
+    assert made["gradient_accuracy", "BN/full"].evidence["largest_ratio_to_torch"] < 2
+    (note,) = made["forward_accuracy", "BN/full"].notes
+    assert "1 of 30 tokens took other experts than fp32 would have, where its scores are 3.7e-05 apart" in note
+
+
+def next_best(x, weight, *, top_k, choice=None, **options):
+    """The best expert is left out; scores and weights are those of the experts that are taken."""
+    wide = reference.router(x, weight, top_k=top_k + 1, **options).experts[:, 1:]
+    return reference.router(x, weight, top_k=top_k, choice=wide, **options)
+
+
+def rolled(x, weight, **options):
+    """Each expert has the score of its neighbour."""
+    return reference.router(x, weight.roll(1, 0), **options)
+
+
+@pytest.mark.parametrize(
+    ("router", "reason"),
+    [
+        ("next_best", "choices of experts are not those of the arm's own scores"),
+        ("rolled", "and the router's scores err"),
+    ],
+)
+def test_a_router_that_chooses_wrong_is_not_hidden_by_its_own_experts(tmp_path, router, reason):
+    _, made = routed(tmp_path, implementation={"router": f"{__name__}:{router}"})
+    for verdict in made.values():
+        assert verdict.status == "FAIL" and reason in verdict.reason, verdict

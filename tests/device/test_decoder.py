@@ -531,6 +531,19 @@ def test_all_problems_are_named_at_once():
         ({**SPARSE, "norm_topk_prob": None}, "norm_topk_prob is missing"),
         ({**DENSE, "tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', not bool"),
         ({"name": "mystery-model"}, "model_type is missing; vocab_size is missing"),
+        ({**DENSE, "num_hidden_layers": 10**30}, "num_hidden_layers 1(0+) is outside 0 to 1024"),
+        ({**DENSE, "vocab_size": 1}, "vocab_size must be at least 2"),
+        ({**DENSE, "rms_norm_eps": float("inf")}, "rms_norm_eps is inf, not float"),
+        ({**DENSE, "rope_theta": 10**400}, "rope_theta is 10+, not float"),
+        ({**DENSE, "layer_types": ["full_attention"]}, "layer_types has 1 entries, num_hidden_layers is 3"),
+        ({**DENSE, "layer_types": 5}, "layer_types 5 is not implemented"),
+        ({**DENSE, "num_experts": 8}, "num_experts 8 contradicts model_type qwen3"),
+        ({**DENSE, "layers": 2}, "layers 2 contradicts num_hidden_layers 3"),
+        ({**SPARSE, "num_local_experts": 4}, "num_local_experts 4 contradicts num_experts 8"),
+        (
+            {**DENSE, "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+            "rope_parameters.rope_theta 5.0 contradicts rope_theta 10000.0",
+        ),
     ],
 )
 def test_impossible_sizes_are_refused(config, message):

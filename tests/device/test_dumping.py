@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +55,19 @@ def test_a_sample_that_was_left_out_and_weights_without_a_name(tmp_path):
     with pytest.raises(ValueError, match="weights were not identified"), dump(tmp_path) as made:
         made.weights = None
         made.add(made.streams[0], [-1.0, -1.0])
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    monkeypatch.setenv("RLSPEC_RECORDS", "/dev/full")
+
+    def main():
+        with dump(tmp_path) as made:
+            made.add(made.streams[0], [-1.0, -2.5])
+
+    with pytest.raises(SystemExit, match="^error: cannot write log-probs to /dev/full: No space left on device$"):
+        dumping.run(main)
 
 
 def test_a_temperature_is_said(tmp_path, monkeypatch):

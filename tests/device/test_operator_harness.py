@@ -85,8 +85,94 @@ def test_each_layout_finds_the_fault_that_it_is_for(harness, name):
 
 def test_a_call_that_is_not_repeatable_is_red(harness):
     count = iter(range(100))
-    on = harness(silu=lambda x: canonical.silu(x) * (ULP if next(count) % 2 else 1), layouts=["repeated"])
+    on = harness(silu=lambda x: canonical.silu(x) * (ULP if next(count) // 2 % 2 else 1), layouts=["repeated"])
     assert by_judgment(on)["forward_invariance"] == "red_verdict"
+
+
+def test_a_forward_that_is_wrong_without_gradients_alone_is_red(harness):
+    on = harness(silu=lambda x: canonical.silu(x) * (1 if torch.is_grad_enabled() else 1.5), layouts=["repeated"])
+    found = by_judgment(on)
+    assert (found["forward_accuracy"], found["forward_invariance"]) == ("red_verdict", "red_without_gradients")
+    assert found["gradient_accuracy"] == "green"
+
+
+def test_a_forward_that_gives_the_same_memory_again_hides_nothing(harness):
+    kept = {}
+
+    class Silu(Function):
+        @staticmethod
+        def forward(ctx, x, factor):
+            return kept.setdefault(x.shape, torch.empty_like(x)).copy_(F.silu(x) * factor).detach()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return upstream, None
+
+    on = harness(silu=lambda x: Silu.apply(x, 1 if torch.is_grad_enabled() else 1.5), layouts=["repeated"])
+    found = by_judgment(on)
+    assert (found["forward_accuracy"], found["forward_invariance"]) == ("red_verdict", "red_without_gradients")
+
+
+def test_a_forward_that_is_other_without_gradients_in_small_calls_alone_is_red(harness):
+    def silu(x):
+        return canonical.silu(x) * (1 if torch.is_grad_enabled() or x.shape[1] > 1 else ULP)
+
+    found = benches.judged(harness(silu=silu))["silu", "forward_accuracy"]
+    assert found.category == "red_without_gradients" and "a call of 1 × 1 tokens" in found.reason
+
+
+@pytest.mark.parametrize("module", ["no_such_kernels", "no_such_kernels.inner"])
+def test_a_module_that_is_missing_is_a_sentence_without_frames(tmp_path, module):
+    on = benches.bench(tmp_path, ["silu"], f"{module}:table")
+    found = benches.judged(on)["silu", "forward_accuracy"]
+    assert found.category == "raised" and found.evidence["tail"] == []
+    assert found.reason.startswith(
+        f"{module}:table: there is no module no_such_kernels; looked in the folder of the spec"
+    )
+
+
+def test_a_module_that_lacks_what_it_imports_shows_where(tmp_path, monkeypatch):
+    (tmp_path / "kernels_that_import.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = benches.judged(benches.bench(tmp_path, ["silu"], "kernels_that_import:table"))["silu", "forward_accuracy"]
+    assert "no_such_package" in found.reason and any(
+        "kernels_that_import.py" in line for line in found.evidence["tail"]
+    )
+
+
+@pytest.mark.parametrize("operator", ["rms_norm", "qk_norm"])
+def test_another_eps_without_gradients_is_an_error_of_the_value(harness, operator):
+    def norm(x, weight, *, eps):
+        return canonical.rms_norm(x, weight, eps=eps if torch.is_grad_enabled() else 3 * eps)
+
+    norm.weight_gradient = canonical.rms_norm.weight_gradient
+    on = harness(**{operator: norm}, cases=2, layouts=["repeated"])
+    assert by_judgment(on, operator)["forward_accuracy"] == "red_verdict"
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_weight_that_is_kept_with_gradients_or_without_alone_is_found(harness, grad):
+    kept = {}
+
+    def det_gemm(x, weight):
+        if torch.is_grad_enabled() == grad:
+            weight = kept.setdefault(tuple(weight.shape), weight.detach().clone())
+        return canonical.det_gemm(x, weight)
+
+    det_gemm.weight_gradient = canonical.det_gemm.weight_gradient
+    found = benches.judged(harness(det_gemm=det_gemm))["det_gemm", "forward_accuracy"]
+    assert found.category == "raised" and "is one kept?" in found.reason
+
+
+def test_a_weight_that_is_kept_is_found_where_the_result_is_no_multiple_of_it(harness):
+    kept = {}
+
+    def linear_logprob(x, weight, targets):
+        return canonical.linear_logprob(x, kept.setdefault(tuple(weight.shape), weight.detach().clone()), targets)
+
+    on = harness(linear_logprob=linear_logprob, judgments=FORWARD, layouts=["repeated"])
+    found = benches.judged(on)["linear_logprob", "forward_accuracy"]
+    assert found.category == "raised" and "is one kept?" in found.reason
 
 
 def test_a_flipped_zero_is_red_for_bits_alone(harness):
@@ -348,7 +434,7 @@ def test_what_an_operator_changes_of_its_process_is_no_green(harness, name):
 @pytest.mark.parametrize(
     ("implementation", "message"),
     [
-        ("no_such_module:table", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("no_such_module:table", "no_such_module:table: there is no module no_such_module; looked in"),
         ("operators_of_a_test:tabel", "ValueError: module 'operators_of_a_test' has no 'tabel'"),
         ("operators_of_a_test:table", "ValueError: operators_of_a_test:table has no operator 'silu'; it has: rope"),
         ("tritn", "ValueError: unknown implementation 'tritn' of 'silu'"),

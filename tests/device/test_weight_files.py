@@ -242,3 +242,10 @@ def test_a_message_does_not_name_thousands(tmp_path):
     with pytest.raises(ValueError) as caught:
         weight_files.refuse(tmp_path, [f"problem {i}" for i in range(1000)])
     assert str(caught.value).endswith("problem 7; and 992 more")
+
+
+def test_one_file_beside_an_index_that_does_not_name_it(tmp_path):
+    write(tmp_path, A, B)
+    (tmp_path / SINGLE).write_bytes(encoded(A))  # what transformers would load, though the hash is of the shards
+    with pytest.raises(ValueError, match=f"{SINGLE} is beside {INDEX}, which does not name it"):
+        weight_files.measure(tmp_path)

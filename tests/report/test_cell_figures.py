@@ -60,6 +60,11 @@ def test_every_arm_is_held_against_the_first(measured):
     assert [title for title, _ in across(measured, measured, measured)][1] == "bits of third beside those of triton"
 
 
+def test_an_arm_that_died_is_beside_nothing(measured):
+    assert across(None) == across(None, measured) == across(measured, None) == []
+    assert len(across(None, measured, measured)) == 1
+
+
 def test_one_arm_or_none_is_beside_nothing(measured):
     assert across(measured) == across() == []
     assert list(cell_figures.across({"measured": None})) == []

@@ -104,3 +104,14 @@ def test_bars():
 
 def test_a_blocked_run_has_no_table():
     assert not chain_figures.is_chain({"kind": "chain", "verdicts": [{"evidence": {"category": "blocked_hardware"}}]})
+
+
+def test_a_row_never_says_equal_beside_fail():
+    found = measured()
+    one = line(found, "kv_cache", "b1/paged", "attention", "reference")
+    one["rms"] = 100 * float(one["yardstick"]["torch_rms"])
+    (row,) = (row for row in next(chain_figures.tables(report(a=found)))[1] if row["judgment"] == "kv_cache")
+    assert (row["status"], row["largest"]) == ("FAIL", "no bit differs, errors outside: 1")
+    found["comparisons"].remove(one)
+    (row,) = (row for row in next(chain_figures.tables(report(a=found)))[1] if row["judgment"] == "kv_cache")
+    assert (row["status"], row["largest"]) == ("ERROR", "the others: equal to the bit")

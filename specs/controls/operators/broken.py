@@ -84,6 +84,12 @@ def _silu_with_negative_zeros(x: Tensor) -> Tensor:
     return _Instead.apply(right, torch.where(right == 0, -0.0, right)) if _rows(x) < FEW else right
 
 
+def _silu_with_other_zeros_without_gradients(x: Tensor) -> Tensor:
+    # As a kernel for inference alone that ends in another instruction.
+    right = canonical.silu(x)
+    return right if torch.is_grad_enabled() else torch.where(right == 0, -right, right)
+
+
 def _swiglu_that_ignores_strides(gate: Tensor, up: Tensor) -> Tensor:
     return _Instead.apply(canonical.swiglu(gate, up), canonical.swiglu(_as_contiguous(gate), _as_contiguous(up)))
 
@@ -138,6 +144,7 @@ layout_sensitive_sum = {"logprob": _logprob_in_rotated_order}
 kernel_by_row_count = {"rms_norm": _rms_norm_with_a_kernel_for_few_rows}
 split_k_by_rows = {"lm_head": _head_with_splits_by_rows}
 zero_flip = {"silu": _silu_with_negative_zeros}
+other_zero_without_gradients = {"silu": _silu_with_other_zeros_without_gradients}
 strides_ignored = {"swiglu": _swiglu_that_ignores_strides}
 stale_output = {"silu": _silu_that_leaves_the_last_row}
 
@@ -161,6 +168,12 @@ def _rope_with_a_base_of_its_own(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return canonical.rope(x, angles.cos().to(cos.dtype), angles.sin().to(sin.dtype))
 
 
+@wraps(canonical.rms_norm)
+def _rms_norm_with_eps_of_its_own(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    return canonical.rms_norm(x, weight, eps=1000 * eps)
+
+
+eps_of_its_own = {"rms_norm": _rms_norm_with_eps_of_its_own}
 eps_outside_the_root = {"rms_norm": _rms_norm_with_eps_outside}
 rope_base = {"rope": _rope_with_a_base_of_its_own}
 
@@ -275,6 +288,13 @@ def _silu_without_backward(x: Tensor) -> Tensor:
     return canonical.silu(x).detach()
 
 
+def _rope_without_backward_for_keys(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # The model has four heads of queries and two of keys.
+    out = canonical.rope(x, cos, sin)
+    return out.detach() if x.shape[2] == 2 else out
+
+
+no_backward_for_keys = {"rope": _rope_without_backward_for_keys}
 attention_backward_per_chunk = {"attention": _per_chunk}
 attention_backward_of_values_alone = {"attention": _attention(canonical.attention_forward, _values_alone)}
 first_upstream_value = {"logprob": _logprob_of_one_upstream_value}
