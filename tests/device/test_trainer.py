@@ -673,7 +673,7 @@ def test_a_deterministic_run_on_a_gpu_repeats_to_the_bit(tmp_path, model):
 
 
 # Plain data, integers and processes, of the standard library alone.
-PLAIN = ("errors", "workloads", "layouts", "nodes", "chains", "token_files", "nvcc")
+PLAIN = ("errors", "workloads", "layouts", "nodes", "chains", "token_files", "nvcc", "config_json")
 
 
 def test_the_device_column_imports_nothing_of_the_host():
