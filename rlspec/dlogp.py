@@ -41,16 +41,16 @@ def judge(rollout: Path, train: Path, judgments: Sequence[Judgment], resolve: Ca
     if _same_file(rollout, train):
         reason = f"self-comparison: rollout and train are the same file, {train}; give the file that each engine wrote"
         return _errors(asked, [reason])
-    if _same_bytes(rollout, train):
+    try:
+        ours, theirs = logprobs.read(rollout), logprobs.read(train)
+    except logprobs.BadLogProbs as error:
+        return _errors(asked, [str(error)])
+    if ours.semantics and _same_bytes(rollout, train):
         reason = (
             f"self-comparison: {train} is {rollout} to the byte, a copy of it or the same engine with the same "
             "settings; give the file that each engine wrote, with its name and how it ran under the key engine"
         )
         return _errors(asked, [reason])
-    try:
-        ours, theirs = logprobs.read(rollout), logprobs.read(train)
-    except logprobs.BadLogProbs as error:
-        return _errors(asked, [str(error)])
     notes = pairing.remarks(ours, theirs)
     if problems := pairing.identity(ours, theirs):
         return _lead(_errors(asked, problems), notes, {})
@@ -118,7 +118,7 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def _same_bytes(one: Path, other: Path) -> bool:
-    """Whole files, and not their log-probs alone: two engines that say who they are may agree to the bit."""
+    """Whole files, with what they say of themselves: two engines may agree to the bit, and not be the same one."""
     try:
         return filecmp.cmp(one, other, shallow=False)
     except OSError:
