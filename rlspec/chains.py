@@ -32,7 +32,7 @@ PREFIX = "prefixes"
 SUBJECT = "chain"  # of the contracts' rows for a whole model
 REFERENCE, PLAIN = "reference", "torch"  # the runs that accuracy is measured by
 FAMILIES = ("qwen3", "qwen3_moe")
-_NAMES = {  # in a model entry, and in a config.json
+NAMES = {  # in a model entry, and in a config.json
     "layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -117,7 +117,7 @@ def sizes(model: Mapping[str, Any]) -> Sizes:
     """From a model entry or a config.json. Raises ValueError for a family, a size or a key that the decoder has not."""
     if model.get("model_type", FAMILIES[0]) not in FAMILIES:
         raise ValueError(f"it is of type {model['model_type']}; our decoder runs {' and '.join(FAMILIES)}")
-    found = {ours: model.get(ours, model.get(theirs)) for ours, theirs in _NAMES.items()}
+    found = {ours: model.get(ours, model.get(theirs)) for ours, theirs in NAMES.items()}
     experts = model.get("experts") or {}
     count = experts.get("count", model.get("num_experts", 0)) or 0
     needed = {"layers", "hidden_size", "heads", "kv_heads", "head_dim", "vocabulary_size"}

@@ -18,14 +18,7 @@ TEMPLATES = catalog.SHIPPED.parent / "templates" / "parity"
 SOURCES = ("records", "command", "engine")
 SAME = {  # what a model entry and the config.json of a folder both say, by the names that each has for it
     "model_type": "model_type",
-    "layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocabulary_size": "vocab_size",
-    "tie_word_embeddings": "tie_word_embeddings",
+    **chains.NAMES,
     "rms_norm_eps": "rms_norm_eps",
     "rope_theta": "rope_theta",
     "max_positions": "max_position_embeddings",

@@ -73,7 +73,7 @@ def launcher(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         message = (
             f"{name} starts Python commands, by torchrun, not {command[0]!r}"
             if name == "slurm"
-            else (f"torchrun starts Python commands, not {command[0]!r}")
+            else f"torchrun starts Python commands, not {command[0]!r}"
         )
         yield at(document, "/trainer/command/0", "RL226", message, "begin with python")
 
