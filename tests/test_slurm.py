@@ -243,7 +243,7 @@ def arm(here, cluster, *, time_limit=None, queue_limit=600.0, nodes=2, options=(
         **slurm.environment(folder, time_limit, queue_limit), **(inside or {}), **more,
     }  # fmt: skip
     outcome = execute(argv(launch, [sys.executable, str(here / "train.py")]), cwd=here, environment=environment,
-                      log=here / "arm.log", time_limit=60)  # fmt: skip
+                      log=here / "arm.log", time_limit=2 * slurm.LINGER)  # fmt: skip
     return outcome, slurm.result(folder)
 
 
@@ -324,13 +324,19 @@ def test_inside_an_allocation(here, cluster, allocation):
     assert "has 2 nodes, the spec wants 3" in told["reason"]
     outcome, told = arm(here, cluster, inside=allocation, time_limit=6.0, HANG_AT="2")
     assert told["reason"] == "time limit 6s reached" and told["returncodes"] != [0, 0]
-    number = allocation["SLURM_JOB_ID"]
-    for file in here.glob("fixed.*"):
-        file.unlink()
-    killer = when((here / "fixed.1").exists, lambda: cluster.ask("scancel", f"{number}.2"))
+
+
+def test_a_step_whose_ranks_ignore_the_signal(here, cluster, allocation):
+    """For tasks that ignore SIGTERM srun itself returns 0."""
+
+    def cancel():
+        started = json.loads((here / "job.slurm" / "started-1.json").read_text())
+        cluster.ask("scancel", f"{started['job_id']}.{started['step_id']}")
+
+    killer = when((here / "fixed.1").exists, cancel)
     outcome, told = arm(here, cluster, inside=allocation, HANG_AT="2", DEAF="1")
     killer.join()
-    assert told["reason"] and told["returncodes"] != [0, 0], "tasks that ignore SIGTERM: srun itself returns 0"
+    assert outcome.returncode and told["reason"] and told["returncodes"] != [0, 0], told
 
 
 TORCH = """
