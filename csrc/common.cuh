@@ -34,8 +34,8 @@ __device__ __forceinline__ T narrow(float x) {
     }
 }
 
-// N numbers side by side, moved at once where they are 16 bytes. Those of 16 bits stay in pairs, two in a register, until
-// they are needed.
+// N numbers side by side, moved at once where they are 16 bytes. Those of 16 bits stay in pairs, two in a register,
+// until they are needed.
 template <typename T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Pack {
     static constexpr bool PAIRS = sizeof(T) == 2 && N % 2 == 0;

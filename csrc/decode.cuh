@@ -24,7 +24,8 @@ __device__ __forceinline__ uint32_t place_in(void const* here, int block) {
     return there;
 }
 
-// The barriers that were initialised before `cluster_arrive`, with `barrier_init_fence`, are there behind `cluster_wait`.
+// The barriers that were initialised before `cluster_arrive`, with `barrier_init_fence`, are there behind
+// `cluster_wait`.
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

@@ -1,11 +1,11 @@
 // embedding: y[r] = weight[tokens[r]]; in the backward, row v of the gradient is the sum of dy[r] over tokens[r] = v.
 //
 // The sum of one id is a serial chain in fp32, one row after the other in the order given, rounded once at the end. The
-// caller sorts the places by id, stably, so that the rows of an id stand side by side in their order; the threads of the
-// first of them walk to the last. No atomics.
+// caller sorts the places by id, stably, so that the rows of an id stand side by side in their order; the threads of
+// the first of them walk to the last. No atomics.
 //
-// Promise: a row of y is a copy; a row of the gradient depends on the rows of that id and their order alone, and has the
-// bits of the Triton kernel.
+// Promise: a row of y is a copy; a row of the gradient depends on the rows of that id and their order alone, and has
+// the bits of the Triton kernel.
 // Limits: bf16, fp16, fp32. The row of an id outside [0, V) is NaN, and its dy goes nowhere.
 
 #include "common.cuh"
@@ -120,8 +120,8 @@ int embedding_forward(int64_t const* tokens, void const* weight, void* out, int6
     });
 }
 
-// total [vocabulary, width] contiguous += rows of dy [any, width]: of `places` places sorted by id, the id, where its run
-// ends, and the row.
+// total [vocabulary, width] contiguous += rows of dy [any, width]: of `places` places sorted by id, the id, where its
+// run ends, and the row.
 int embedding_add(void* total, int64_t const* ids, int64_t const* ends, int32_t const* rows, void const* dy,
                   int64_t dtype, int64_t dy_dtype, int64_t places, int64_t vocabulary, int64_t width, int64_t dy_row,
                   int64_t resume, cudaStream_t stream) {

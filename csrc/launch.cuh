@@ -1,9 +1,9 @@
 // What every launcher needs: the names of errors, one way to pass them on, kernels that start behind one another
 // without a gap, and descriptors for the copy engine (TMA).
 //
-// A launcher is extern "C", takes pointers, int64_t sizes, float numbers and at its end a stream, checks every code that
-// CUDA returns with RLSPEC_TRY, and returns the error of its launches. rlspec/device/native.py calls it.
-// Kernels live in namespace rlspec.
+// A launcher is extern "C", takes pointers, int64_t sizes, float numbers and at its end a stream, checks every code
+// that CUDA returns with RLSPEC_TRY, and returns the error of its launches. rlspec/device/native.py calls it. Kernels
+// live in namespace rlspec.
 
 #pragma once
 
@@ -29,17 +29,17 @@ enum Dtype : int64_t { BF16 = 0, FP16 = 1, FP32 = 2 };
 
 // ---- one kernel behind the other ----
 // A kernel that is launched with `launch_behind` may start while the one before it in the stream is still at work, so
-// that the way to its first instruction is gone by when that one ends. Behind `wait_for_previous` all earlier kernels of
-// the stream have ended, and what they wrote is there. Every thread that touches memory calls it: a kernel that could end
-// without would let the next one run beside the one before. Nothing is written before it, and read is only what no kernel
-// that may still be at work writes.
+// that the way to its first instruction is gone by when that one ends. Behind `wait_for_previous` all earlier kernels
+// of the stream have ended, and what they wrote is there. Every thread that touches memory calls it: a kernel that
+// could end without would let the next one run beside the one before. Nothing is written before it, and read is only
+// what no kernel that may still be at work writes.
 //
 // `next_may_start`, called by any thread of each block: now the next kernel may start; without it, when this one has
 // ended. There are two ways to know what is safe to read ahead of one's turn. A kernel without `next_may_start`, as
 // `gather` in embedding.cu is, is one that nothing overtakes: when a later kernel starts, whatever was written before
 // that one is there, and so `lean` in det_gemm.cu reads weights where it is told to. A kernel that calls it behind its
-// own `wait_for_previous` lets the next one start when what was written before it is there, and so the fold of attention
-// reads the table that the kernel before it read.
+// own `wait_for_previous` lets the next one start when what was written before it is there, and so the fold of
+// attention reads the table that the kernel before it read.
 
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -75,8 +75,9 @@ cudaError_t launch_behind(void (*kernel)(Parameters...), dim3 blocks, int64_t th
 
 // ---- tensor memory access ----
 
-// A descriptor for tiles of a tensor of `rank` dimensions, the fastest first; `strides` in bytes, of all but the fastest.
-// Places outside the tensor read as zero. The driver is asked for the encoder, so nothing is linked with libcuda.
+// A descriptor for tiles of a tensor of `rank` dimensions, the fastest first; `strides` in bytes, of all but the
+// fastest. Places outside the tensor read as zero. The driver is asked for the encoder, so nothing is linked with
+// libcuda.
 inline cudaError_t encode_tiled(CUtensorMap* map, CUtensorMapDataType type, uint32_t rank, void const* data,
                                 uint64_t const* sizes, uint64_t const* strides, uint32_t const* box,
                                 CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
@@ -88,7 +89,8 @@ inline cudaError_t encode_tiled(CUtensorMap* map, CUtensorMapDataType type, uint
     if (encode == nullptr) {
         void* found = nullptr;
         cudaDriverEntryPointQueryResult known;
-        RLSPEC_TRY(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &known));
+        RLSPEC_TRY(
+            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &known));
         if (known != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
         encode = reinterpret_cast<Encode>(found);
     }

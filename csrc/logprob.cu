@@ -2,19 +2,19 @@
 //
 //     logprob = x[t] - lse        lse = log Σ_j exp(x[j])        d x[j] = dy · ([j = t] - exp(x[j] - lse))
 //
-//     logprob_stream   one block of threads a row takes tiles of 256 lanes x 8 columns from left to right; each lane keeps
-//                      a running maximum and the sum relative to it (online softmax)
-//     logprob_spans    cuts the row at multiples of 32768 columns into spans that run side by side, each as above, so that
-//                      few rows fill the chip too; `logprob_join` joins them
+//     logprob_stream   one block of threads a row takes tiles of 256 lanes x 8 columns from left to right; each lane
+//                      keeps a running maximum and the sum relative to it (online softmax)
+//     logprob_spans    cuts the row at multiples of 32768 columns into spans that run side by side, each as above, so
+//                      that few rows fill the chip too; `logprob_join` joins them
 //
 // A thread is a lane. The 8 columns of a lane, the 256 lanes and the spans are added along a tree of neighbours. The
-// maximum is exact in any order. Differences are taken before the scaling by log2(e), so the factor of a sum whose maximum
-// did not move is exp2(0) = 1 exactly. A maximum of -inf counts as 0, so columns that are all -inf add nothing.
+// maximum is exact in any order. Differences are taken before the scaling by log2(e), so the factor of a sum whose
+// maximum did not move is exp2(0) = 1 exactly. A maximum of -inf counts as 0, so columns that are all -inf add nothing.
 //
 // Promise: a row's bits depend on that row, its target and V alone, and equal those of the Triton kernels. fp32, every
 // operation rounded by itself. The gradient is formed from the saved maximum and log of the sum, in the logits' dtype.
-// Limits: bf16, fp16, fp32. A row of NaN, of only -inf, or with +inf gives NaN, as does a target outside [0, V). Rows with
-// the ignored target are not read: 0, and zero gradient.
+// Limits: bf16, fp16, fp32. A row of NaN, of only -inf, or with +inf gives NaN, as does a target outside [0, V). Rows
+// with the ignored target are not read: 0, and zero gradient.
 // Source of the online sum: Milakov and Gimelshein 2018, arXiv:1805.02867.
 
 #include "common.cuh"
@@ -102,8 +102,8 @@ struct Chunk {
     }
 };
 
-// Maximum and sum of the columns from `first` to `last`, for every thread of the block. PACKED: rows start at multiples of
-// 16 bytes. The last tile, if it is not whole, is filled up with -inf.
+// Maximum and sum of the columns from `first` to `last`, for every thread of the block. PACKED: rows start at multiples
+// of 16 bytes. The last tile, if it is not whole, is filled up with -inf.
 template <typename T, bool PACKED>
 __device__ __forceinline__ State read(T const* x, int64_t first, int64_t last) {
     __shared__ float tops[LANES / 32], totals[LANES / 32];
@@ -289,8 +289,8 @@ using namespace rlspec;
 
 extern "C" {
 
-// logits x [rows, width], targets int64 [rows] -> found, tops, scales fp32 [rows]: the log-prob, the maximum, the log of
-// the sum. The last two are not written for ignored rows.
+// logits x [rows, width], targets int64 [rows] -> found, tops, scales fp32 [rows]: the log-prob, the maximum, the log
+// of the sum. The last two are not written for ignored rows.
 int logprob_stream(void const* x, int64_t const* targets, float* found, float* tops, float* scales, int64_t dtype,
                    int64_t rows, int64_t width, int64_t x_row, int64_t ignored, cudaStream_t stream) {
     if (rows > INT32_MAX || width > INT32_MAX) return cudaErrorInvalidValue;
@@ -326,7 +326,8 @@ int logprob_backward(void const* x, int64_t const* targets, float const* tops, f
         using T = decltype(zero);
         constexpr int N = 16 / sizeof(T);
         bool const whole = packed((T const*)x, x_row) && aligned(dx) && width % N == 0;
-        int64_t const packs = ceil_div(width, (whole ? N : 1) * PACKS), threads = packs < GRAD_THREADS ? ceil_div(packs, 32) * 32 : GRAD_THREADS;
+        int64_t const packs = ceil_div(width, (whole ? N : 1) * PACKS);
+        int64_t const threads = packs < GRAD_THREADS ? ceil_div(packs, 32) * 32 : GRAD_THREADS;
         int64_t const stretches = ceil_div(packs, threads);
         if (rows * stretches > INT32_MAX) return int(cudaErrorInvalidValue);
         auto const kernel = whole ? gradient<T, N> : gradient<T, 1>;

@@ -7,9 +7,10 @@
 //
 // Promise. A row's bits depend on the row, the weight and constants of (width, dtype), and equal those of the Triton
 // kernels (seen with Triton 3.6). Their tree, written out: a row is filled up with zeros to `block`, the next power of
-// two, and dealt to `lanes` lanes of each of `warps` warps in packs of `vec` numbers, round after round. A lane adds its
-// numbers in ascending order by fma, the first two as fma(a, a, b · b); lanes, then warps, are joined by a butterfly,
-// the far half first. Square root and quotient are the IEEE ones; mean(s) is s · round(1 / width), contracted with eps.
+// two, and dealt to `lanes` lanes of each of `warps` warps in packs of `vec` numbers, round after round. A lane adds
+// its numbers in ascending order by fma, the first two as fma(a, a, b · b); lanes, then warps, are joined by a
+// butterfly, the far half first. Square root and quotient are the IEEE ones; mean(s) is s · round(1 / width),
+// contracted with eps.
 //
 // Limits. bf16, fp16, fp32; width up to 65536; fewer than 2³¹ rows. x and dy have strides of a position and of a head,
 // columns side by side. Not held against Triton: width 1, which has no second number, and weight gradients of fp32 rows
@@ -29,7 +30,8 @@ constexpr int resident(int threads, size_t size, int most) {
     return blocks < 1 ? 1 : blocks;
 }
 
-// How the row of a block is dealt: vec · lanes · warps · rounds = block, all of them powers of two. across = lanes · warps.
+// How the row of a block is dealt: vec · lanes · warps · rounds = block, all of them powers of two. across = lanes ·
+// warps.
 struct Spread {
     int block, vec, lanes, warps, rounds, across_bits;
 };
@@ -119,9 +121,9 @@ __device__ __forceinline__ float squares(Pack<T, N> const (&value)[ROUNDS]) {
 }
 
 // ---- forward and data gradient ----
-// A block of threads has rows side by side, and TIMES such sets one after the other, whose loads go out together. THREADS
-// is the most that a block may have: the fewer, the more registers. Blocks that stay and walk over the rows, with the
-// loads of the next row under way, were slower.
+// A block of threads has rows side by side, and TIMES such sets one after the other, whose loads go out together.
+// THREADS is the most that a block may have: the fewer, the more registers. Blocks that stay and walk over the rows,
+// with the loads of the next row under way, were slower.
 
 // TIMES rows of a thread, as they are in memory.
 template <typename T, int ROUNDS, int TIMES>
@@ -296,9 +298,9 @@ __global__ void __launch_bounds__(1024) norm_data_gradient_any(Rows<T> x, T cons
 // kernel is longer than their work on one token. Each result is rounded where its operator rounds it: the bits are
 // those of the operators one after the other.
 
-// total = residual + x, in the dtype of the residual; y = norm(round(total)). A row of a thread at a time. `at_rest`: no
-// kernel that may still be at work writes residual or weight, so they are loaded ahead of the turn, and before the loads
-// of a next kernel, which may ask the memory for as much as it gives in 6 µs.
+// total = residual + x, in the dtype of the residual; y = norm(round(total)). A row of a thread at a time. `at_rest`:
+// no kernel that may still be at work writes residual or weight, so they are loaded ahead of the turn, and before the
+// loads of a next kernel, which may ask the memory for as much as it gives in 6 µs.
 template <typename R, typename T, int ROUNDS, int THREADS, bool ROUND_FIRST>
 __global__ void __launch_bounds__(THREADS, resident(512, sizeof(T), THREADS))
     norm_of_sum(R const* residual, T const* x, T const* weight, R* total, T* y, unsigned rows, int64_t residual_row,
@@ -367,8 +369,8 @@ struct Stored {
 };
 
 // normed = norm(x), rotated = rope(normed), for the heads of queries and keys together. A head has width / N
-// neighbouring lanes, of which the other half holds the second numbers of the pairs. With a cache, rotated keys go there
-// too, and values (of which x alone is given) as they are.
+// neighbouring lanes, of which the other half holds the second numbers of the pairs. With a cache, rotated keys go
+// there too, and values (of which x alone is given) as they are.
 template <typename T, typename A, bool ROUND_FIRST>
 __global__ void __launch_bounds__(256)
     rotated_heads(Heads<T> query, Heads<T> key, Heads<T> value, Stored<T> stored, A const* cos, A const* sin,
@@ -425,9 +427,9 @@ __global__ void __launch_bounds__(256)
 }
 
 // ---- weight gradient ----
-// sums [blocks, width] = Σ dy · n over the 16 positions of each block and their heads, position-major. `partial` partial
-// sums take every partial-th row each, in order. They stand in `deep` sets of rows side by side: a thread adds its `deep`
-// partial sums in order, then a butterfly joins the rows of a warp, then one the rows of the warps.
+// sums [blocks, width] = Σ dy · n over the 16 positions of each block and their heads, position-major. `partial`
+// partial sums take every partial-th row each, in order. They stand in `deep` sets of rows side by side: a thread adds
+// its `deep` partial sums in order, then a butterfly joins the rows of a warp, then one the rows of the warps.
 
 struct Partials {
     int partial, deep, lane_rows, warp_rows;
@@ -548,7 +550,7 @@ __global__ void __launch_bounds__(THREADS, resident(512, sizeof(T), THREADS))
             live = next_live;
             dead = next_dead;
             int const after = first + partials.partial;
-            fetch(ONE || after < all ? after : (set + 1) * side);  // past the end there are zero rows, which are not read
+            fetch(ONE || after < all ? after : (set + 1) * side);  // past the end: zero rows, which are not read
             float const scale = root(join<(ROUNDS > 1)>(squares(value), spread, parts[flip]), eps, per_width);
 #pragma unroll
             for (int r = 0; r < ROUNDS; ++r) {
@@ -622,8 +624,8 @@ __global__ void __launch_bounds__(1024) norm_block_sums_any(Listed<T> list, floa
     join_warps(to, joined, width, spread, partials);
 }
 
-// accumulator += sums[0], then += sums[1], ...: a chain, so that any cut into calls has the same bits. Eight warps fetch
-// the next rows while the first one adds.
+// accumulator += sums[0], then += sums[1], ...: a chain, so that any cut into calls has the same bits. Eight warps
+// fetch the next rows while the first one adds.
 constexpr int FETCHED = 128;
 
 __global__ void __launch_bounds__(256) norm_chain(float const* sums, float* accumulator, int64_t blocks, int width) {
@@ -808,8 +810,9 @@ int rms_norm_rotated(void const* query, void const* key, void const* query_weigh
         return with_dtype(table_dtype, [&](auto other) {
             using A = decltype(other);
             return int(launch_behind(round_before_weight ? rotated_heads<T, A, true> : rotated_heads<T, A, false>,
-                                     blocks, 256, 0, stream, queries, keys, values, stored, (A const*)cos, (A const*)sin,
-                                     cos_row, sin_row, tokens, int(width), eps, 1.0f / float(width), spread));
+                                     blocks, 256, 0, stream, queries, keys, values, stored, (A const*)cos,
+                                     (A const*)sin, cos_row, sin_row, tokens, int(width), eps, 1.0f / float(width),
+                                     spread));
         });
     });
 }

@@ -4,8 +4,8 @@
 //
 // The backward is the rotation by the opposite angle: s negated.
 //
-// Promise: an element's bits depend on its pair and that pair's cos and sin, and equal those of the Triton kernel. fp32,
-// both products rounded, one rounding at the end.
+// Promise: an element's bits depend on its pair and that pair's cos and sin, and equal those of the Triton kernel.
+// fp32, both products rounded, one rounding at the end.
 // Limits: bf16, fp16, fp32, the tables in a dtype of their own. x has strides of a token and of a head; out is
 // contiguous.
 
