@@ -420,9 +420,10 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
     Differentiable in x and weight. A gradient dy is rounded once to the dtype of the weight if it is wider. The
     gradient of the weight that autograd asks for is one chain an expert over its rows in the order given, rounded once;
-    across calls use `Gradient`. dy must be finite on pads. Offsets are not looked at.
-    Raises ValueError for other shapes, empty tensors, dtypes that differ or are not bf16, fp16, fp32, and CPU tensors
-    (fp32 is taken under the interpreter).
+    across calls use `Gradient`. dy must be finite on pads. Offsets on CUDA are not looked at: rows that they leave out
+    are not written.
+    Raises ValueError for other shapes, empty tensors, dtypes that differ or are not bf16, fp16, fp32, CPU tensors (fp32
+    is taken under the interpreter), and offsets on a CPU that leave out rows.
     """
     _check(x, weight.dtype, "x and weight")
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2] or not x.numel() or not weight.numel():
@@ -431,6 +432,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         raise ValueError(f"offsets {offsets.dtype} {list(offsets.shape)}: int64 [{len(weight) + 1}] is due")
     if not x.device == weight.device == offsets.device:
         raise ValueError(f"x, weight and offsets are on {x.device}, {weight.device} and {offsets.device}")
+    _check_offsets(offsets, len(x))
     return _Grouped.apply(x, weight, offsets)
 
 
@@ -454,7 +456,8 @@ class Gradient:
     def add(self, x: Tensor, dy: Tensor, rows: Tensor, experts: Tensor, offsets: Tensor) -> None:
         """dy [R, N] and x [R, K]; `rows` int64 [M]: which of them, by expert; `experts` int64 [M]; offsets [E + 1].
 
-        Raises ValueError for what does not fit. No host sync: what the index tensors hold is not looked at.
+        Raises ValueError for what does not fit, offsets on a CPU too. No host sync: what the index tensors hold on CUDA
+        is not looked at.
         """
         self._check(x, dy, rows, experts, offsets)
         if self._kept is None:
@@ -495,6 +498,7 @@ class Gradient:
             raise ValueError(f"x, dy, rows, experts and offsets must be on {self._accumulator.device}")
         if self._kept is not None and self._kept[0].dtype != x.dtype:
             raise ValueError(f"rows in {x.dtype} after rows in {self._kept[0].dtype}")
+        _check_offsets(offsets, len(rows))
 
 
 def _move_launch(out: Tensor, kept: Tensor, offsets: Tensor, carried: Tensor, after: Tensor, leave: bool) -> Launch:
@@ -511,6 +515,11 @@ def _gather_launch(source: Tensor, rows: Tensor, experts: Tensor, carried: Tenso
 
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _check_offsets(offsets: Tensor, rows: int) -> None:
+    if offsets.device.type == "cpu" and (offsets[0] != 0 or offsets[-1] != rows or (offsets.diff() < 0).any()):
+        raise ValueError(f"offsets {offsets.tolist()} of {rows} rows: they ascend from 0 to all rows")
 
 
 def _check(x: Tensor, other: torch.dtype, names: str) -> None:

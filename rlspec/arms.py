@@ -8,21 +8,40 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import rlspec
-from rlspec import collecting, launch, provenance, repository, runs, slurm
+from rlspec import (
+    checkouts,
+    collecting,
+    differing,
+    inputs,
+    launch,
+    provenance,
+    repository,
+    runs,
+    slurm,
+    snapshot,
+    surroundings,
+)
 from rlspec import contract as contracts
-from rlspec.errors import RunError
+from rlspec.changes import listed
+from rlspec.errors import RunError, SpecError
 from rlspec.model import Spec, Step
 from rlspec.reports import digest, now
 from rlspec.trainers import TRAINERS
 
 PACKAGE = Path(rlspec.__file__).parent
 SLURM_MARGIN = 60.0  # seconds in which a job ends after it was cancelled
+PLACES = frozenset({"PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "CUDA_HOME"})  # shells always have them
+SITE = (  # what a batch system, a container or a site sets, by how the names begin
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "MASTER_"),
+    *("NCCL_", "GLOO_", "UCX_", "FI_", "SLURM_", "HF_HOME", "HF_HUB_", "HF_DATASETS_", "TRANSFORMERS_", "TORCH_HOME"),
+    *("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +73,7 @@ class Session:
     notes: list[str] = field(default_factory=list)
     earlier: runs.Folder | None = None
     begun: bool = False
+    ran: list[tuple[str, Path, list[str]]] = field(default_factory=list)  # arm, its tree, what it left there
 
     def say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # nobody listens any more; the run goes on
@@ -63,6 +83,31 @@ class Session:
 def own_files(spec: Spec, base: Path) -> list[Path]:
     """What does not count as a change: the spec itself, and what rlspec writes."""
     return [spec.path.resolve(), base / "workspace", base / "logging"]
+
+
+def require_declared(spec: Spec, shell: Mapping[str, str], names: Collection[str] | None = None) -> list[str]:
+    """SpecError where arms that do not declare a variable, as others do, would take it from the shell.
+
+    `names` are the arms that will run, all by default. One that shells, batch systems or sites always set may be there
+    with another value than the one declared; a sentence for each.
+    """
+    running = [arm for arm in spec.arms if arm.records is None]
+    said: dict[str, str] = {}
+    for arm in running:
+        for name, value in arm.environment.items():
+            others = [o.name for o in running if name not in o.environment and (names is None or o.name in names)]
+            inherited = shell.get(name) if name not in provenance.DEFAULTS else None
+            if not others or inherited is None:
+                continue
+            if inherited == value or (name not in PLACES and not name.startswith(SITE)):
+                raise SpecError(
+                    f"{name} is set in the shell, arm {arm.name} declares it, and {', '.join(others)} would inherit "
+                    f"it: unset it (`env -u {name} rlspec …`), or declare it in every arm"
+                )
+            if name not in PLACES:
+                text = f"{', '.join(others)} took {name} from the shell, where {arm.name} declares another value"
+                said.setdefault(name, text)
+    return list(said.values())
 
 
 def state_of(step: Step, status: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
@@ -118,16 +163,20 @@ def _execute(session: Session, step: Step) -> dict[str, Any]:
     observed = session.folder.workspace / f"{step.stem}.observed"
     shutil.rmtree(observed, ignore_errors=True)
     observed.mkdir()
+    began = observed.stat().st_mtime_ns
     environment = _environment(spec, step, tree, observed)
     nodes = _nodes(session, step)
     if nodes is not None:
         environment |= slurm.environment(nodes, step.time_limit, spec.launch.queue_limit)
-    cwd = tree or (spec.repository or spec.path.parent).resolve()
+    cwd = tree or checkouts.folder(spec)
     if broken := _build(session, step, cwd, environment):
         shutil.rmtree(observed, ignore_errors=True)
         return {**broken, "started": started}
     for file in observed.iterdir():
         file.unlink()  # the build is not the arm
+    observed.touch()  # which tells the time by the clock of the file system
+    built = observed.stat().st_mtime_ns
+    before, given = snapshot.take(cwd), inputs.seen(spec, step.arm)
     expected = spec.trainer.steps if spec.trainer else None
     progress = launch.Progress(step.arm.name, expected, session.stream)
     progress.start()
@@ -158,7 +207,81 @@ def _execute(session: Session, step: Step) -> dict[str, Any]:
         seen["slurm"] = told
         outcome = dataclasses.replace(outcome, reason=told["reason"] or outcome.reason)
     progress.end("done" if outcome.reason is None else "failed")
-    return _state_after(session, step, tree, outcome, seen, started)
+    state = _state_after(session, step, tree, outcome, seen, started) | {"inputs": given}
+    session.ran.append((step.arm.name, before.top, snapshot.left(before, _own_files(session))))
+    follow = _of_commit if step.commit else _of_checkout
+    return follow(session, state, before, seen, began, built)
+
+
+def _of_commit(
+    session: Session,
+    state: dict[str, Any],
+    before: snapshot.Snapshot,
+    seen: Mapping[str, Any],
+    began: int,
+    built: int,
+) -> dict[str, Any]:
+    """The state of an arm with a revision: failed, where code beside its tree was not the same all along."""
+    earlier = _others(session, state)
+    own = checkouts.written(before, seen, began, earlier)
+    state |= checkouts.beside(before, seen, own)
+    return _unless(checkouts.elsewhere(before.top, seen, built, own) or checkouts.other_code(state, earlier), state)
+
+
+def _of_checkout(
+    session: Session,
+    state: dict[str, Any],
+    before: snapshot.Snapshot,
+    seen: Mapping[str, Any],
+    began: int,
+    built: int,
+) -> dict[str, Any]:
+    """The state of an arm without a revision: failed, where the code was not the same all along.
+
+    `began` and `built`: when its build and its command began.
+    """
+    earlier = _others(session, state)
+    own = checkouts.written(before, seen, began, earlier)
+    state |= checkouts.of(before, seen, own)
+    if own:
+        state["code_digest"] = provenance.code_digest(checkouts.without(seen, own))
+    said = checkouts.rewritten(before, own, earlier)
+    if said is not None and said not in session.notes:
+        session.notes.append(said)
+    reason, others = checkouts.meanwhile(session.spec, before, seen, built, own)
+    if others:
+        session.notes.append(f"{listed(others)} changed while {state['arm']} ran")
+    if between := checkouts.other_files(session.spec, before, session.states.values()):
+        session.notes.append(between)
+    return _unless(reason or checkouts.other_code(state, earlier), state)
+
+
+def _others(session: Session, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [other for name, other in session.states.items() if name != state["arm"]]
+
+
+def _unless(reason: str | None, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an arm that ended well, failed if there is a reason."""
+    if reason is not None and state["status"] == "done":
+        state.update(status="failed", reason=reason)
+    return state
+
+
+def leftovers(session: Session) -> list[str]:
+    """A sentence for each arm during which something appeared in a tree in which another ran after it."""
+    said = []
+    for number, (arm, tree, left) in enumerate(session.ran):
+        later = [name for name, other, _ in session.ran[number + 1 :] if other == tree and name != arm]
+        if left and later:
+            said.append(
+                f"{listed(left, 3)} appeared or changed while {arm} ran, in the tree in which {', '.join(later)} ran "
+                "after it: if the trainer reads that, they did not start alike"
+            )
+    return said
+
+
+def _own_files(session: Session) -> list[Path]:
+    return own_files(session.spec, session.folder.workspace.parents[3])
 
 
 def _nodes(session: Session, step: Step) -> Path | None:
@@ -207,6 +330,7 @@ def _state_after(
         log=str(step.log),
         run_file_digest=seen.get("run_file_digest"),
         code_digest=provenance.code_digest(seen),
+        shell=surroundings.shell(os.environ),
         root=str(session.folder.root),
         notes=list(outcome.notes),
         observed=seen,
@@ -264,11 +388,19 @@ def _broken_provenance(session: Session, step: Step, tree: Path | None, seen: di
     if tree is None or step.commit is None:
         return None
     assert session.repository is not None
-    own = own_files(session.spec, session.folder.workspace.parents[3])
-    if changed := repository.verify(tree, step.commit, own):
+    if changed := repository.verify(tree, step.commit, _own_files(session)):
         return changed
     required = session.spec.isolation == "worktree"
     if wrong := provenance.wrong_imports(seen, tree, session.repository, required=required):
         return wrong
-    installs = not required and session.spec.build  # into the environment, anew for each arm
-    return None if installs else provenance.unused_tree(seen, tree)
+    if installs(session.spec):
+        return None
+    names = differing.between(session.repository, session.commits.values())
+    wrong, doubts = differing.stray(seen, tree, session.repository, names, session.commits.values())
+    session.notes += [text for text in doubts if text not in session.notes]
+    return wrong or provenance.unused_tree(seen, tree)
+
+
+def installs(spec: Spec) -> bool:
+    """Whether the build may install the code under test into the environment, anew for each arm."""
+    return spec.isolation == "checkout" and bool(spec.build)

@@ -3,6 +3,8 @@
 The base arms run once, at the good end; their difference is the envelope of the whole search. The bad end and then each
 midpoint is one feature arm against it. A commit that cannot run is skipped. Where a midpoint stays INVESTIGATE, base
 runs added, the search stops: half of what is left would be thrown away on a guess.
+
+The commit that is found and the last good one before it then run once more, since one run of each may have been luck.
 """
 
 from __future__ import annotations
@@ -74,7 +76,36 @@ def bisect(
         _say(stream, f"bisect: {len(search.suspects)} commits may be it; {_title(top, commit)} is next")
         search.found[commit] = state.attempt(document, commit, stream)
         _say(stream, f"bisect: {_title(top, commit)}: {search.found[commit]}")
-    return _words(search, state, top, first, width), _exit_code(search)
+    _confirm(document, search, state, top, stream)
+    return _words(search, state, top, first, width), _exit_code(search, state.data)
+
+
+def _confirm(document: Document, search: Search, state: _State, top: Path, stream: TextIO) -> None:
+    """Run the commit that was found, and the one before, once more, unless an earlier search has."""
+    for commit in _to_confirm(search, state.data["good"]):
+        if commit not in state.data["again"]:
+            _say(stream, f"bisect: {_title(top, commit)} once more, to be sure")
+            state.attempt(document, commit, stream, "again")
+            _say(stream, f"bisect: {_title(top, commit)}: {state.data['again'][commit]['status']}")
+            if commit in _contradicted(search, state.data):
+                return
+
+
+def _to_confirm(search: Search, good: str) -> list[str]:
+    """The commit that was found and the last good one before it; nothing where none was found."""
+    if search.undecided is not None or search.found.get(search.commits[-1]) != "FAIL":
+        return []
+    last, bad = search.bounds
+    return [search.commits[bad], search.commits[last] if last >= 0 else good]
+
+
+def _contradicted(search: Search, data: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Of the commits that ran once more, those that did not come out as before."""
+    again: Mapping[str, Mapping[str, Any]] = data["again"]
+    failed = {commit for commit, status in search.found.items() if status == "FAIL"}
+    return {
+        commit: one for commit, one in again.items() if one["status"] not in (("FAIL",) if commit in failed else GOOD)
+    }
 
 
 def _say(stream: TextIO, text: str) -> None:
@@ -142,18 +173,24 @@ class _State:
             for path in sorted(folder.glob("*.json"), reverse=True):
                 data = runs.load(path)
                 if all(data.get(key) == value for key, value in same.items()):
-                    return cls(path=path, data=data)
+                    return cls(path=path, data={"again": {}, **data})
             raise SpecError(f"no search of {document.path} from {good[:12]} to {bad[:12]} to go on with, as it is now")
-        data = {**same, "created": now(), "commits": _between(top, good, bad), "tried": {}, "added": [], "run": None}
+        data = {**same, "created": now(), "commits": _between(top, good, bad), "tried": {}, "again": {}}
+        data |= {"added": [], "run": None}
         at_commits(document, good, bad)
         stem = f"{now().replace(':', '').replace('-', '')}-{document.path.stem}"
         return cls(path=next(p for n in range(1000) if not (p := folder / f"{stem}-{n}.json").exists()), data=data)
 
-    def attempt(self, document: Document, commit: str, stream: TextIO) -> str:
-        """Run one feature arm, and the base arms if it is the first; what came of it."""
+    def attempt(self, document: Document, commit: str, stream: TextIO, into: str = "tried") -> str:
+        """Run one feature arm, and the base arms if it is the first; what came of it.
+
+        `into` is "again" for a commit that has run before: it runs, whatever is known, and no base run is added.
+        """
         changed = at_commits(document, self.data["good"], commit, self.data["added"])
         runs.save(self.path, self.data)
+        feature = next(arm["name"] for arm in changed.data["arms"] if arm["role"] == "feature")
         options = Options(
+            arms=(feature,) if into == "again" else (),
             from_run=self.data["run"] and str(runs.root(Path.cwd().resolve()) / self.data["run"]),
             resume=self.data["run"] is None and self._cut_off(changed),
             overrides=tuple(self.data["overrides"]),
@@ -161,7 +198,7 @@ class _State:
         made = pipeline.run(changed, options, stream)
         report.save(made, ())
         outcome, reason = _outcome(made)
-        self.data["tried"][commit] = {"status": outcome, "reason": reason, "run": made["run"] and made["run"]["folder"]}
+        self.data[into][commit] = {"status": outcome, "reason": reason, "run": made["run"] and made["run"]["folder"]}
         if made["run"] and all(arm["status"] in ("done", "reused") for arm in made["arms"] if arm["role"] == "base"):
             self._keep(made)
         runs.save(self.path, self.data)
@@ -203,10 +240,11 @@ def _title(top: Path, commit: str) -> str:
     return git.ask(top, "log", "-1", "--no-show-signature", "--format=%h %s", "--abbrev=12", commit)
 
 
-def _exit_code(search: Search) -> int:
+def _exit_code(search: Search, data: Mapping[str, Any]) -> int:
     codes: dict[str, int] = {"INVESTIGATE": errors.INVESTIGATE, "BLOCKED": errors.BLOCKED}
     if search.found[search.commits[-1]] == "FAIL" and search.undecided is None:
-        return errors.OK if len(search.suspects) == 1 else errors.INVESTIGATE
+        sure = len(search.suspects) == 1 and not _contradicted(search, data)
+        return errors.OK if sure else errors.INVESTIGATE
     status = search.found[search.undecided] if search.undecided else "ERROR"
     return codes.get(status, errors.ERROR)
 
@@ -217,8 +255,12 @@ def _words(search: Search, state: _State, top: Path, good: str, width: int) -> s
     for commit in search.commits:
         if commit in tried:
             lines.append(f"{tried[commit]['status']:<11}  {_title(top, commit)}")
-    arms = f"{len(tried)} feature {'arm' if len(tried) == 1 else 'arms'}"
-    lines += ["", *wrap(f"{_conclusion(search, tried, top)} ({arms} for {len(search.commits)} commits)", width)]
+    again = state.data["again"]
+    lines += [f"{one['status']:<11}  {_title(top, commit)}, once more" for commit, one in again.items()]
+    count = len(tried) + len(again)
+    arms = f"{count} feature {'arm' if count == 1 else 'arms'}"
+    said = _conclusion(search, state.data, top)
+    lines += ["", *wrap(f"{said} ({arms} for {len(search.commits)} commits)", width)]
     last = search.undecided or (search.suspects or search.commits)[-1]
     if run := tried.get(last, {}).get("run"):
         lines += wrap(f"{run}/report.json", width, "report: ")
@@ -229,8 +271,8 @@ def _bases(data: Mapping[str, Any]) -> int:
     return len([arm for arm in data["data"]["arms"] if arm["role"] == "base"]) + len(data["added"])
 
 
-def _conclusion(search: Search, tried: Mapping[str, Mapping[str, Any]], top: Path) -> str:
-    last, suspects = search.commits[-1], search.suspects
+def _conclusion(search: Search, data: Mapping[str, Any], top: Path) -> str:
+    last, suspects, tried = search.commits[-1], search.suspects, data["tried"]
     if (unsure := search.undecided) is not None:
         one = tried[unsure]
         said = f"stopped at {_title(top, unsure)}, which is {one['status']}, {one['reason']}"
@@ -242,6 +284,12 @@ def _conclusion(search: Search, tried: Mapping[str, Mapping[str, Any]], top: Pat
         return f"the bad end {_title(top, last)} is {search.found[last]}: the verdict does not turn"
     culprit = suspects[-1]
     verdict = f"FAIL, {tried[culprit]['reason']}"
+    for commit, one in _contradicted(search, data).items():
+        before = f"{search.found[commit]} at first" if commit in search.found else "the good end"
+        return (
+            f"not certain: {_title(top, culprit)} looked like the culprit, {verdict}, but {_title(top, commit)}, "
+            f"{before}, is {one['status']} once more: add base arms or confirm_fail: true, and search again"
+        )
     if len(suspects) == 1:
         return f"the culprit is {_title(top, culprit)}: {verdict}"
     others = ", ".join(commit[:12] for commit in suspects[:-1])

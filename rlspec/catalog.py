@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
 
-from rlspec import config_json, document, schema
+from rlspec import architecture, config_json, document, schema
 from rlspec.errors import SpecError
 from rlspec.model import Problem
 
 SHIPPED = Path(__file__).parent / "specs"
 FOLDERS = ("models", "workloads", "contracts")
 SCHEMAS = {"models": "model", "workloads": "workload", "contracts": "contract"}
-_HUGGINGFACE = {
-    "num_hidden_layers": "layers",
-    "hidden_size": "hidden_size",
-    "vocab_size": "vocabulary_size",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_dim",
-    "model_type": "model_type",
-}
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def home(near: Path) -> Path | None:
@@ -53,11 +44,12 @@ def find(folder: str, name: str, near: Path) -> Path | None:
 
 
 def checked(folder: str, path: Path) -> tuple[Any, list[Problem]]:
-    """An entry's data with its problems against the schema of its folder."""
+    """An entry's data, the caller's own, with its problems against the schema of its folder."""
     try:
-        return _checked(folder, path, path.read_bytes())
+        data, problems = _checked(folder, path, path.read_bytes())
     except OSError:
         return None, document.read(path)[1]
+    return copy.deepcopy(data), list(problems)
 
 
 @functools.lru_cache(maxsize=64)
@@ -79,7 +71,7 @@ def model(name: str, near: Path) -> dict[str, Any]:
     if problems:
         first = problems[0]
         raise SpecError(f"{first.path}:{first.line}:{first.column}: {first.message}")
-    return dict(data)
+    return data  # type: ignore[no-any-return]
 
 
 def workload(name: str, near: Path) -> dict[str, Any]:
@@ -91,7 +83,7 @@ def workload(name: str, near: Path) -> dict[str, Any]:
     if problems:
         first = problems[0]
         raise SpecError(f"{first.path}:{first.line}:{first.column}: {first.message}")
-    return dict(data)
+    return data  # type: ignore[no-any-return]
 
 
 def whole(name: str, near: Path) -> dict[str, Any]:
@@ -112,8 +104,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _from_config(path: Path) -> dict[str, Any]:
     config = _config(path)
-    fields: dict[str, Any] = {ours: config[theirs] for theirs, ours in _HUGGINGFACE.items() if theirs in config}
-    for key in _EXPERTS:
-        if key in config:
-            fields["experts"] = {"count": config[key]}
+    fields: dict[str, Any] = {ours: config[theirs] for ours, theirs in architecture.NAMES.items() if theirs in config}
+    if count := architecture.experts(config):
+        fields["experts"] = {"count": count}
     return {"name": path.parent.name or "model", **fields}

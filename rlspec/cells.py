@@ -41,7 +41,8 @@ MEANING: Mapping[str, str] = {
     "cannot_fail": "the row would also pass a candidate that is all zero, shuffled or of the wrong sign",
     "missing": "the arm measured no such cell",
     "broken": "the records of the cell are not whole, or do not agree with each other, the workload or the contract",
-    "raised": "the operator raised, gave a result of a wrong form, or wrote into what it was given",
+    "raised": "the operator raised, gave a result of a wrong form, wrote into what it was given, or breaks a "
+    "promise of its attributes",
     "process": "the process of the arm failed",
     "blocked_hardware": "the machine lacks what the spec or the kernels need",
     "not_applicable": "declared not applicable, with a written reason",

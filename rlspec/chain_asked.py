@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlspec import chains
-from rlspec.chains import Cell, Sizes
+from rlspec.architecture import Architecture
+from rlspec.chains import Cell
 from rlspec.model import Row
 from rlspec.workloads import Chain
 
@@ -17,11 +18,12 @@ Lines = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What one arm is held against. `resolve(judgment, subject)` gives a row of the contract."""
+    """What one arm is held against. `resolve(judgment, subject)` gives a row of the contract, and `cannot_fail`
+    says what becomes of one that zeros pass."""
 
     chain: Chain
     cells: tuple[Cell, ...]
-    sizes: Sizes
+    model: Architecture
     judgments: tuple[str, ...]
     implementation: str | Mapping[str, str] | None
     weights: Mapping[str, Any]
@@ -30,6 +32,7 @@ class Asked:
     device: str | None
     fault: str | None
     resolve: Callable[[str, str], Row]
+    cannot_fail: str = "note"
 
     def row(self, judgment: str) -> Row:
         """The row of a judgment. Of accuracy: that of a whole model; an absolute one with pinned weights alone."""
@@ -45,6 +48,10 @@ class Asked:
         """Of what is measured as an error: those of accuracy, and of attention through a cache."""
         row = self.resolve("forward_accuracy", "attention") if judgment == "kv_cache" else self.row(judgment)
         return dict(row.limits)
+
+    def ratio(self, judgment: str) -> float | None:
+        """How far a node may err beside plain torch: by the row of a whole model, whichever judges the log-probs."""
+        return self.resolve(judgment, chains.SUBJECT).limits.get("baseline_ratio")
 
 
 def trace_of(measured: Mapping[str, Any], judgment: str, name: str) -> Mapping[str, Any] | None:

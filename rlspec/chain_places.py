@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlspec import chains
+from rlspec import chains, nodes
+from rlspec.cells import Finding
 from rlspec.chain_asked import Asked, trace_of
 from rlspec.layouts import CANONICAL
 
+# What has no parameter, and whose gradient goes on into that of a parameter before any other is met.
+THROUGH = {
+    "q_norm": ("attention", "rope"), "k_norm": ("attention", "rope"), "v_proj": ("attention",),
+    "o_proj": ("residual_add",), "down_proj": ("residual_add",), "gate_proj": ("activation",),
+    "up_proj": ("activation",), "gate_up_proj": ("combine", "activation"), "gate": ("combine",),
+    "lm_head": ("logprob",),
+}  # fmt: skip
 LOSS = {"layer": None, "name": "loss", "operator": "loss", "phase": "forward"}
-
-
+# About what the nearest number is off by: half a unit in the last place of the largest significand; of the smallest,
+# twice that.
+HALF_ULP = {"bf16": 2.0**-9, "fp16": 2.0**-12, "fp32": 2.0**-25}
 _WAYS = {"backward": "; on the way back they part at ", "weight gradient": "; they part in the sum of "}
 _ERRORS = {  # errors grow on their way, so that where the first is too large need not be where it arose
     "forward": "; the first result on the way forward that errs by more than the row allows is that of ",
@@ -29,7 +38,8 @@ def place(first: Mapping[str, Any] | None, *, accuracy: bool = False) -> str:
     layer = "" if first["layer"] is None else f"layer {first['layer']}, "
     at = f", sample {first['sample']} position {first['position']}" if "sample" in first else ""
     way = (_ERRORS if accuracy else _WAYS).get(first.get("phase", ""), "; they part at ")
-    return f"{way}{layer}{first['name']} ({first['operator']}){at}"
+    through = f", which comes through {' and '.join(first['through'])}" if accuracy and first.get("through") else ""
+    return f"{way}{layer}{first['name']} ({first['operator']}){at}{through}"
 
 
 def divergence(
@@ -42,33 +52,50 @@ def divergence(
             return dict(trace["first"])
         return _of_parameter(tensors[-1]) if judgment == "gradient_invariance" and tensors else None
     trace = trace_of(measured, "forward_invariance", name)
-    if trace and trace["first"]:  # the cell has left the canonical one, of which the depth tells
-        return dict(trace["first"])
-    for layer, node, operator in _beyond(measured, asked.limits(judgment)):
+    if trace and trace["first"] and not _canonical_fails(measured, judgment):
+        return dict(trace["first"])  # the cell has left the canonical one, which is sound
+    ratio = asked.ratio(judgment)
+    for layer, node, operator in () if ratio is None else _beyond(measured, ratio, asked):
         return {"layer": layer, "name": node, "operator": operator, "phase": "forward"}
-    return _of_parameter(tensors[-1]) if judgment == "gradient_accuracy" else dict(LOSS)
+    if judgment == "gradient_accuracy":
+        return _of_parameter(tensors[-1])
+    return None if ratio is None else dict(LOSS)
 
 
-def _beyond(measured: Mapping[str, Any], limits: Mapping[str, float]) -> Iterator[tuple[int | None, str, str]]:
+def _canonical_fails(measured: Mapping[str, Any], judgment: str) -> bool:
+    """Whether the canonical cell, of which the depth tells, is itself outside; one that cannot be judged is not."""
+    lines = (line for line in measured["comparisons"]
+             if (line["judgment"], line["configuration"]) == (judgment, CANONICAL))  # fmt: skip
+    try:
+        return any(nodes.accuracy_problem(line, line["limits"]) for line in lines if line["limits"] is not None)
+    except KeyError:
+        return False
+
+
+def _beyond(measured: Mapping[str, Any], ratio: float, asked: Asked) -> Iterator[tuple[int | None, str, str]]:
     """Nodes that err by more than the row allows beside plain torch, in the order of the forward."""
-    ratio = limits.get("baseline_ratio")
     for layer, node, operator, error, theirs, size in (measured["depth"] or {}).get("nodes", ()):
-        allowed = float(theirs) * (ratio or 2) + float(size) * 2**-9  # an exact node may still round
+        allowed = float(theirs) * ratio + float(size) * HALF_ULP[asked.dtype]  # an exact node may still round
         if not float(error) <= allowed:
             yield layer, node, operator
 
 
-def misrouted(measured: Mapping[str, Any], limits: Mapping[str, float]) -> str | None:
+def misrouted(measured: Mapping[str, Any], judgment: str, asked: Asked) -> Finding | None:
     """Why the experts that the arm took are no near ties of the model in fp32, or None."""
-    routes = (measured["depth"] or {}).get("routes")
+    routes, ratio = (measured["depth"] or {}).get("routes"), asked.ratio(judgment)
     if not routes or not routes["choices"]:
         return None
     if routes["wrong"]:
-        return f"{routes['wrong']} choices of experts are not those of the arm's own scores"
-    found = next((layer for layer, _, operator in _beyond(measured, limits) if operator == "router"), None)
-    if found is None or "baseline_ratio" not in limits:  # an absolute row says nothing of scores
+        reason = f"{routes['wrong']} choices of experts are not those of the arm's own scores"
+        return Finding(category="red_verdict", reason=reason)
+    if ratio is None:
+        reason = f"the contract's row {judgment}/{chains.SUBJECT} has no baseline_ratio to hold the router's scores to"
+        return Finding(category="broken", reason=f"{_others(routes)}, and {reason}")
+    found = next((layer for layer, _, operator in _beyond(measured, ratio, asked) if operator == "router"), None)
+    if found is None:
         return None
-    return f"{_others(routes)}, and the router's scores err by more than the row allows, first in layer {found}"
+    reason = f"the router's scores err by more than the row allows, first in layer {found}"
+    return Finding(category="red_verdict", reason=f"{_others(routes)}, and {reason}")
 
 
 def rerouted(measured: Mapping[str, Any], judgment: str, name: str) -> tuple[str, ...]:
@@ -78,6 +105,18 @@ def rerouted(measured: Mapping[str, Any], judgment: str, name: str) -> tuple[str
         return ()
     gap = f"where its scores are {float(routes['widest']):.2g} apart at most"
     return (f"{judgment}: {_others(routes)}, {gap}; errors are against fp32 with the arm's experts",)
+
+
+def strayed(measured: Mapping[str, Any], judgment: str, name: str, asked: Asked) -> Iterator[str]:
+    """What log-probs within their row do not say by themselves: results on the way there that are outside."""
+    ratio, every = asked.ratio(judgment), (measured["depth"] or {}).get("nodes", ())
+    if ratio is None or judgment != "forward_accuracy" or name != CANONICAL:
+        return
+    if found := list(_beyond(measured, ratio, asked)):
+        layer, node, operator = found[0]
+        where = node if layer is None else f"layer {layer}, {node}"
+        count = f"{len(found)} of {len(every)} results on the way err by more than the row allows beside plain torch"
+        yield f"{judgment} {name} is PASS, and {count}, first that of {where} ({operator})"
 
 
 def _others(routes: Mapping[str, Any]) -> str:
@@ -93,7 +132,9 @@ def _of_parameter(name: str) -> dict[str, Any]:
              ("lm_head", "lm_head"), ("experts", "grouped_gemm"), ("mlp.gate_proj", "det_gemm"),
              ("mlp.gate", "router"))  # fmt: skip
     operator = next((operator for part, operator in known if part in short), "det_gemm")
-    return {"layer": layer, "name": short, "operator": operator, "phase": "weight gradient"}
+    found = {"layer": layer, "name": short, "operator": operator, "phase": "weight gradient"}
+    through = THROUGH.get(short.rpartition(".")[2], ())
+    return {**found, "through": list(through)} if through else found
 
 
 def drift(measured: Mapping[str, Any], judgment: str, name: str) -> list[Any]:

@@ -30,6 +30,7 @@ _FORMS: Mapping[str, Mapping[str, Types]] = {
         "summed_by_autograd": _WHOLE, "digest": _TEXT,
     },
     "logprobs": {"execution": _TEXT, "values": (list,), "digest": _TEXT},
+    "execution": {"name": _TEXT, "calls": (list,)},
     "trace": {
         "judgment": _TEXT, "configuration": _TEXT, "nodes": _WHOLE, "differing": _WHOLE, "first": (dict, type(None)),
         "depth": (list,),
@@ -48,16 +49,23 @@ _FORMS: Mapping[str, Mapping[str, Types]] = {
     },
 }  # fmt: skip
 _OPTIONAL: Mapping[str, Types] = {"yardstick": (dict,), "differing": (int, type(None)), "dlogp": (list,), **ACCURACY}
+_CONFIG: Mapping[str, Types] = {"config": _MAYBE_TEXT}  # SHA-256 of the config.json beside files of weights
 _ROUTES: Mapping[str, Types] = {"routes": (dict,)}  # of a mixture of experts; older records have none
 _ROUTED: Mapping[str, Types] = {
     "choices": _WHOLE, "tokens": _WHOLE, "of": _WHOLE, "wrong": _WHOLE, "widest": _NUMBER,
 }  # fmt: skip
+# Of records whose lines tell which calls a decoder met; a report may be of an rlspec that did not.
+CALLS = "calls_seen"
+_MORE: Mapping[str, Mapping[str, Types]] = {
+    "depth": _ROUTES, "weights": _CONFIG, "run": {CALLS: (bool,)}, "cell": {"ran": (list,)}, "comparison": _OPTIONAL,
+}  # fmt: skip
 _LISTS = {  # records of which there are many -> where an arm has them
     "phase": "phases", "cell": "cells", "logprobs": "logprobs", "trace": "traces", "operator": "operators",
-    "comparison": "comparisons",
+    "comparison": "comparisons", "execution": "executions",
 }  # fmt: skip
 _SINGLE = ("run", "weights", "depth", "profile", "kernels")
-_NAMES = {"phases": "name", "cells": "name", "logprobs": "execution", "operators": "operator"}
+_LATER = ("executions",)
+_NAMES = {"phases": "name", "cells": "name", "logprobs": "execution", "operators": "operator", "executions": "name"}
 
 
 def read(path: Path, arm: str) -> dict[str, Any]:
@@ -92,8 +100,10 @@ def check(path: Path, measured: Mapping[str, Any]) -> None:
     """Raises RunError where what a report holds of its arms has not the form that `read` gives."""
     for name, arm in measured.items():
         if arm is not None:
-            formed(f"{path}: arm {name}", arm, {**dict.fromkeys(_LISTS.values(), (list,)),
-                                                **dict.fromkeys(_SINGLE, (dict, type(None)))})  # fmt: skip
+            always = [one for one in _LISTS.values() if one not in _LATER]
+            formed(f"{path}: arm {name}", arm, {**dict.fromkeys(always, (list,)),
+                                                **dict.fromkeys(_SINGLE, (dict, type(None)))},
+                   dict.fromkeys(_LATER, (list,)))  # fmt: skip
             _check(f"{path}: arm {name}", arm)
 
 
@@ -102,18 +112,18 @@ def _check(place: str, arm: Mapping[str, Any]) -> None:
         raise RunError(f"{place}: no line says what ran")
     for kind in _SINGLE:
         if arm[kind] is not None:
-            formed(f"{place}, {kind}", arm[kind], _FORMS[kind], _ROUTES if kind == "depth" else {})
+            formed(f"{place}, {kind}", arm[kind], _FORMS[kind], _MORE.get(kind, {}))
     if (arm["depth"] or {}).get("routes"):
         formed(f"{place}, routes", arm["depth"]["routes"], _ROUTED)
     formed(f"{place}, environment", arm["run"]["environment"],
            {"device": _TEXT, "tf32": (bool,), "autocast": (bool,)}, None)  # fmt: skip
     for kind, name in _LISTS.items():
-        for number, line in enumerate(arm[name]):
+        for number, line in enumerate(arm.get(name, ())):
             if not isinstance(line, dict):
                 raise RunError(f"{place}, {kind} {number}: no JSON object")
-            formed(f"{place}, {kind} {number}", line, _FORMS[kind], _OPTIONAL if kind == "comparison" else {})
+            formed(f"{place}, {kind} {number}", line, _FORMS[kind], _MORE.get(kind, {}))
     for name, key in _NAMES.items():
-        said = [line[key] for line in arm[name]]
+        said = [line[key] for line in arm.get(name, ())]
         if twice := [one for one in said if said.count(one) > 1]:
             raise RunError(f"{place}: two lines of {name} for {twice[0]}")
     for one in arm["phases"]:

@@ -9,10 +9,13 @@ from typing import Any
 from rlspec import chains, fallbacks, measurements, nodes
 from rlspec.cells import Finding
 from rlspec.chain_asked import PARITY, Asked, Lines
+from rlspec.chain_records import CALLS
 from rlspec.chains import ONLY_GRADIENTS, REFERENCE, Cell, Expected
 from rlspec.layouts import CANONICAL
 
 Key = tuple[str, str, str, str]
+NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}  # of dtypes, as torch has them
+WIDE = ("residual_add", "lm_head", "router")  # whose results profile ws1 keeps in fp32
 
 
 def ended(measured: Mapping[str, Any], asked: Asked) -> Finding | None:
@@ -29,8 +32,8 @@ def ended(measured: Mapping[str, Any], asked: Asked) -> Finding | None:
     known = {cell.name: cell.digest for cell in asked.cells}
     if run["cells"] != known:
         return Finding(category="broken", reason="the cells are not those of the workload")
-    if run["parameters"] != len(asked.sizes.parameters):
-        reason = f"{run['parameters']} parameters, the model has {len(asked.sizes.parameters)}"
+    if run["parameters"] != (count := len(asked.model.parameter_shapes())):
+        reason = f"{run['parameters']} parameters, the model has {count}"
         return Finding(category="broken", reason=reason)
     if constant := _constant(measured):
         return Finding(category="broken", reason=constant)
@@ -56,7 +59,7 @@ def _strange(measured: Mapping[str, Any], asked: Asked) -> str | None:
         return f"it ran on {environment['device']}, the spec requires {asked.device}"
     if (run["profile"], run["faulty"]) != (asked.profile, asked.fault):
         return f"profile {run['profile']} and fault {run['faulty']} ran, not {asked.profile} and {asked.fault}"
-    if run["dtype"] != {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}.get(asked.dtype):
+    if run["dtype"] != NAMES.get(asked.dtype):
         return f"it ran in {run['dtype']}, the spec says {asked.dtype}"
     for switch in ("tf32", "autocast"):
         if environment[switch] is not False:
@@ -73,7 +76,7 @@ def _operators(measured: Mapping[str, Any], asked: Asked) -> str | None:
     if hidden := unseen(measured):  # the same error may stand with what could not be trained or inferred
         return hidden if sum(phase["error"] is not None for phase in measured["phases"]) == 1 else None
     seen = {line["operator"]: line for line in measured["operators"]}
-    if missing := sorted(_needed_operators(asked) - set(seen)):
+    if missing := sorted(set(chains.operators(asked.model, asked.profile)) - set(seen)):
         return f"{missing[0]} was not seen to run"
     profiled = (measured["profile"] or {}).get("profiled")
     for operator, line in seen.items():
@@ -84,6 +87,8 @@ def _operators(measured: Mapping[str, Any], asked: Asked) -> str | None:
             return f"{operator}: implementation {given} declares the backend {line['backend']}"
         if problem := fallbacks.fallback(line["backend"], {**line["seen"], "profiled": None}):
             return f"{operator}: {problem}"
+        if problem := _rounded(operator, line["dtypes"], asked):
+            return problem
     if measured["kernels"] is None or measured["kernels"]["weights"] != measured["weights"]["digest"]:
         return "the weights are not at the end what they were at the beginning"
     backends = {line["backend"] for line in seen.values()}
@@ -94,28 +99,49 @@ def _operators(measured: Mapping[str, Any], asked: Asked) -> str | None:
     return None
 
 
+def _rounded(operator: str, told: Sequence[str], asked: Asked) -> str | None:
+    """Why a result is not in the dtype that the profile says, or None. Behind its result an operator may give more."""
+    if operator == "router" and asked.profile != "ws1":
+        return None
+    wide = operator == "logprob" or (operator in WIDE and asked.profile == "ws1")
+    due = "float32" if wide else NAMES[asked.dtype]
+    for call in told:
+        made = call.rpartition("-> ")[2].split(", ")[: 2 if operator == "router" else 1]
+        if set(made) != {due}:
+            return f"{operator}: a result is in {' and '.join(made)}, {due} is due in profile {asked.profile}"
+    return None
+
+
+def flat(measured: Mapping[str, Any]) -> str | None:
+    """Why decode against prefill could not fail, or None: all that the cache was asked for has one value."""
+    lines = [line for line in measured["comparisons"] if line["judgment"] == "decode_prefill"]
+    values = [value for line in lines for pair in line.get("dlogp", ()) for value in pair]
+    if len(values) < 4 or len(set(values)) != 1 or not math.isfinite(float(values[0])):
+        return None
+    return f"every log-prob that was decoded is {values[0]:g}, a constant: decode against prefill cannot fail"
+
+
 def unseen(measured: Mapping[str, Any]) -> str | None:
     """Why nobody looked at what ran, or None."""
     error = next((phase["error"] for phase in measured["phases"] if phase["name"] == "provenance"), None)
     return f"what ran was not seen: {error['message']}" if error else None
 
 
-def _needed_operators(asked: Asked) -> set[str]:
-    """What no run of the model can do without."""
-    always = {"embedding", "rms_norm", "qk_norm", "rope", "det_gemm", "attention", "residual_add", "lm_head", "logprob"}
-    activation = "silu" if asked.profile == "hf" else "swiglu"
-    return always | {activation} | ({"router", "grouped_gemm", "combine"} if asked.sizes.experts else set())
-
-
 def cut_short(measured: Mapping[str, Any], judgment: str, *, missing: bool) -> Finding | None:
     """What ended the part of the run that a judgment needs, where something of it is missing."""
-    parts = ("inference",) if judgment in chains.STATEFUL[1:] else ("training", "inference")[: 1 + (judgment == PARITY)]
-    error = next((one["error"] for one in measured["phases"] if one["name"] in parts and one["error"]), None)
+    error = next((one["error"] for one in measured["phases"] if one["name"] in _parts(judgment) and one["error"]), None)
     if error is None or not missing:
         return None
     if error["no_backward"]:
         return Finding(category="red_no_backward", reason=f"no backward: {error['message']}")
     return Finding(category="raised", reason=error["message"], evidence={"tail": list(error["tail"])})
+
+
+def _parts(judgment: str) -> tuple[str, ...]:
+    """The parts of a run that a judgment needs."""
+    if judgment == PARITY:
+        return "training", "inference"
+    return ("inference",) if judgment in chains.STATEFUL else ("training",)
 
 
 def key_of(one: Expected) -> Key:
@@ -152,12 +178,22 @@ def _odd(measured: Mapping[str, Any], line: Mapping[str, Any], due: Expected, as
         return f"shape {line['shape']}, {list(due.shape)} is due"
     if line["limits"] != (dict(asked.limits(due.judgment)) if due.accuracy else None):
         return f"the limits {line['limits']} are not those of the contract; another contract needs a new run"
+    if (dtype := _dtype(due, asked)) and line["dtype"] != dtype:
+        return f"it is in {line['dtype']}, {dtype} is due"
     needed = {*_needed(due, asked), *((*measurements.ACCURACY, "yardstick") if due.accuracy else ("differing",))}
     if missing := needed - set(line):
         return f"{', '.join(sorted(missing))} missing"
     if not due.accuracy and line["differing"] == 0 and line["digest"] != line["against_digest"]:
         return "the digests differ, and no element does"
     return _sides(measured, line, due)
+
+
+def _dtype(due: Expected, asked: Asked) -> str | None:
+    """What a tensor is in: log-probs and sums of gradients in fp32, logits too in profile ws1. None: integers."""
+    if due.tensor in ("cursor", "strays"):
+        return None
+    narrow = due.judgment == "kv_cache" or (due.tensor == "logits" and asked.profile != "ws1")
+    return NAMES[asked.dtype] if narrow else "float32"
 
 
 def _needed(due: Expected, asked: Asked) -> tuple[str, ...]:
@@ -201,11 +237,47 @@ def clash(measured: Mapping[str, Any], asked: Asked) -> str | None:
             cell.chunk,
         ):
             return f"cell {cell.name} ran in another layout"
+    if strange := _trained(measured, asked):
+        return strange
     for trace in measured["traces"]:
         if trace["judgment"] == "forward_invariance":
             equal = cells[trace["configuration"]]["digest"] == cells[CANONICAL]["digest"]
             if equal != (trace["differing"] == 0):
                 return f"the trace of {trace['configuration']} does not say what its digest says"
+    return None
+
+
+def _trained(measured: Mapping[str, Any], asked: Asked) -> str | None:
+    """Which cell its decoder did not meet as the workload lays it out, or None; older records do not tell."""
+    if not measured["run"].get(CALLS):
+        return None
+    ran = {cell["name"]: cell.get("ran") for cell in measured["cells"]}
+    for cell in asked.cells:
+        due = [
+            [call.rows, call.width, -(-call.width // (cell.chunk or call.width)),
+             [[run.row, run.column, run.length] for run in call.runs]]
+            for call in cell.layout.calls
+        ]  # fmt: skip
+        if cell.name in ran and ran[cell.name] != due:
+            return f"cell {cell.name}: its decoder was not called as the workload says"
+    return None
+
+
+def inferred(measured: Mapping[str, Any], name: str, asked: Asked) -> str | None:
+    """Why an execution is another one than its name says, or None; older records do not tell."""
+    if not measured["run"].get(CALLS) or name.endswith(f"/{chains.PREFIX}"):
+        return None
+    line = next((one for one in measured["executions"] if one["name"] == name), None)
+    if line is None:
+        return f"nothing says how {name} was called"
+    due, page = chains.execution(asked.chain, name), asked.chain.page_size
+    if [call[:2] for call in line["calls"]] != [list(call[:2]) for call in due.calls]:
+        return f"{name}: its decoder was not called as the workload says"
+    for (*_, blocks, places), (_, _, longest) in zip(line["calls"], due.calls, strict=True):
+        held = {None: not blocks, "paged": places == page}.get(due.cache, places >= longest)
+        if not held:
+            given = f"a cache of blocks of {places} positions" if blocks else "no cache"
+            return f"{name}: the decoder was given {given}, and {due.cache or 'none'} is due"
     return None
 
 

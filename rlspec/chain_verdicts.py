@@ -15,8 +15,8 @@ from typing import Any
 from rlspec import chains, dlogp, nodes
 from rlspec.cells import Finding
 from rlspec.chain_asked import PARITY, Asked, Lines, has, trace_of, values_of
-from rlspec.chain_places import LOSS, divergence, drift, misrouted, place, rerouted, silent
-from rlspec.chain_truth import clash, cut_short, ended, gap, key_in, key_of, unseen
+from rlspec.chain_places import LOSS, divergence, drift, misrouted, place, rerouted, silent, strayed
+from rlspec.chain_truth import clash, cut_short, ended, flat, gap, inferred, key_in, key_of, unseen
 from rlspec.chains import REFERENCE, RESCORE, Expected
 from rlspec.layouts import CANONICAL
 from rlspec.model import Row
@@ -28,10 +28,10 @@ GATED = ("max_abs_dlogp", "approx_kl", "clip_fraction")  # of parity, where bits
 def judge(measured: Mapping[str, Any], asked: Asked) -> Iterator[tuple[str, str, Row, Finding]]:
     """(judgment, configuration, row, what it came out as), in the order of the spec."""
     due: dict[tuple[str, str], list[Expected]] = {}
-    for one in chains.expected(asked.chain, asked.sizes, asked.judgments, [cell.name for cell in asked.cells[1:]]):
+    for one in chains.expected(asked.chain, asked.model, asked.judgments, [cell.name for cell in asked.cells[1:]]):
         due.setdefault((one.judgment, one.configuration), []).append(one)
     stopped = ended(measured, asked)
-    for judgment in asked.judgments:
+    for judgment in (name for name in asked.judgments if name != chains.ACROSS):
         row = asked.row(judgment)
         names = chains.EXECUTIONS if judgment == PARITY else [place for kind, place in due if kind == judgment]
         for name in names:
@@ -42,7 +42,8 @@ def judge(measured: Mapping[str, Any], asked: Asked) -> Iterator[tuple[str, str,
                 finding = stopped or _finding(measured, judgment, name, wanted, row, asked)
                 if finding.category in ("green", "measured") and (hidden := unseen(measured)):
                     finding = Finding(category="red_provenance", reason=hidden)
-            yield judgment, name, row, replace(finding, evidence={**finding.evidence, **_ran(measured)})
+            notes = (*finding.notes, *_unnamed(measured))
+            yield judgment, name, row, replace(finding, evidence={**finding.evidence, **_ran(measured)}, notes=notes)
 
 
 def _finding(
@@ -50,7 +51,10 @@ def _finding(
 ) -> Finding:
     if judgment == PARITY:
         missing = not has(measured, CANONICAL, name)
-        return cut_short(measured, judgment, missing=missing) or _parity(measured, name, row, asked)
+        if failed := cut_short(measured, judgment, missing=missing):
+            return failed
+        strange = inferred(measured, name, asked)
+        return Finding(category="broken", reason=strange) if strange else _parity(measured, name, row, asked)
     keys = {key_of(one) for one in wanted}
     lines = [line for line in measured["comparisons"] if (line["judgment"], line["configuration"]) == (judgment, name)]
     if failed := cut_short(measured, judgment, missing=keys != set(map(key_in, lines))):
@@ -58,6 +62,10 @@ def _finding(
     broken = gap(measured, lines, wanted, asked)
     if broken is None and judgment in (*chains.INVARIANCE, *chains.ACCURACY):
         broken = clash(measured, asked)
+    if broken is None and judgment in chains.STATEFUL:
+        broken = inferred(measured, name, asked)
+    if broken is None and judgment == "decode_prefill":
+        broken = flat(measured)
     if broken:
         return Finding(category="broken", reason=broken)
     return _compared(measured, lines, judgment, name, row, asked)
@@ -65,8 +73,8 @@ def _finding(
 
 def _compared(measured: Mapping[str, Any], lines: Lines, judgment: str, name: str, row: Row, asked: Asked) -> Finding:
     accuracy = judgment in chains.ACCURACY
-    if accuracy and row.status != "measured" and (misled := misrouted(measured, asked.limits(judgment))):
-        return Finding(category="red_verdict", reason=misled, evidence={"comparisons": len(lines)})
+    if accuracy and row.status != "measured" and (misled := misrouted(measured, judgment, asked)):
+        return replace(misled, evidence={"comparisons": len(lines)})
     problems = [(line, _problem(line, row)) for line in lines]
     wrong = [(line, problem) for line, problem in problems if problem is not None]
     statistic = _statistic(lines, accuracy)
@@ -84,7 +92,14 @@ def _compared(measured: Mapping[str, Any], lines: Lines, judgment: str, name: st
         notes = tuple(silent(measured, judgment, name))
         if notes:
             evidence["first_divergence"] = divergence(measured, judgment, name, [], asked)
-        notes += rerouted(measured, judgment, name)
+        notes += (*rerouted(measured, judgment, name), *strayed(measured, judgment, name, asked))
+        loose = [line["tensor"] for line in lines if accuracy and _passes_zeros(line)]
+        if loose:
+            zeros = f"the row would also pass zeros in {len(loose)} of {len(lines)} tensors, first {loose[0]}"
+            evidence["passes_zeros"] = loose[:20]
+            if asked.cannot_fail == "error":
+                return Finding(category="cannot_fail", reason=zeros, statistic=statistic, evidence=evidence)
+            notes += (f"{judgment} {name}: {zeros}",)
         return Finding(category="green", reason=reason, statistic=statistic, evidence=evidence, notes=notes)
     line, problem = wrong[0]
     first = divergence(measured, judgment, name, [line["tensor"] for line, _ in wrong], asked)
@@ -119,6 +134,15 @@ def _problem(line: Mapping[str, Any], row: Row) -> str | None:
         return None
     dtypes = f" ({line['dtype']} against {line['against_dtype']})" if line["dtype"] != line["against_dtype"] else ""
     return f"{line['differing']:,} of {line['elements']:,} elements differ to the bit{dtypes}"
+
+
+def _passes_zeros(line: Mapping[str, Any]) -> bool:
+    """Whether the limits of a line hold for a candidate that is all zero. A ratio to plain torch has a cap below 1."""
+    limits, relative = line["limits"], float(line["relative_peak"])
+    if "atol" not in limits or not float(line["max_abs"]) > 0:
+        return False  # equal to the reference: which size it has, nothing here says
+    peak = float(line["max_abs"]) / relative if relative else math.inf
+    return bool(peak * (1 - limits["rtol"]) <= limits["atol"])
 
 
 def _where(line: Mapping[str, Any]) -> str:
@@ -162,25 +186,44 @@ def _parity(measured: Mapping[str, Any], name: str, row: Row, asked: Asked) -> F
     if (differing == 0) != (digests[name] == digests[CANONICAL]):
         return Finding(category="broken", reason=f"the digests of {name} do not say what its log-probs say")
     found = _aggregates(made, asked)
-    wanted = ["differing"] if "differing_elements" in row.limits else list(GATED)
     evidence: dict[str, Any] = {"differing": differing, "tokens": len(made.d), "aggregates": found}
-    wrong = [key for key in found if found[key]["status"] == "FAIL"]
-    if wanted == ["differing"]:
-        wrong = ["differing"] if differing > row.limits["differing_elements"] else []
     peak = found["max_abs_dlogp"]["value"]
     if row.status == "measured":
         return Finding(category="measured", reason="not gated", statistic=peak, evidence=evidence)
+    wrong = list(_outside(found, differing, len(made.d), row))
     if not wrong:
-        reason = "equal to the bit" if not differing else f"max |d| {peak:.6g}, within the rows"
+        near = f"max |d| {peak:.6g}, within {row.limits['max']:g}{_others(found)}" if differing else "equal to the bit"
         notes = tuple(silent(measured, PARITY, name))
-        said = f"{len(made.d)} log-probs: {reason}"
+        said = f"{len(made.d)} log-probs: {near}"
         return Finding(category="green", reason=said, statistic=peak, evidence=evidence, notes=notes)
     trace = trace_of(measured, PARITY, name) or {}
     first = trace.get("first") or (dict(LOSS) if name == RESCORE else None)
     evidence |= {"first_divergence": first, "drift": list(trace.get("depth", ()))}
-    said = f"{differing:,} of {len(made.d):,} log-probs differ to the bit; " if "differing" in wrong else ""
     numbers = ", ".join(f"{key} {found[key]['value']:.4g}" for key in (*GATED, "mean_abs_dlogp", "sequence_outliers"))
-    return Finding(category="red_verdict", reason=f"{said}{numbers}{place(first)}", statistic=peak, evidence=evidence)
+    said = f"{'; '.join(wrong)}; {numbers}{place(first)}"
+    return Finding(category="red_verdict", reason=said, statistic=peak, evidence=evidence)
+
+
+def _outside(found: Mapping[str, Any], differing: int, tokens: int, row: Row) -> Iterator[str]:
+    """What leaves the row of the judgment: bits, or the largest |d|; and then the rows of the aggregates."""
+    if differing > row.limits.get("differing_elements", tokens):
+        yield f"{differing:,} of {tokens:,} log-probs differ to the bit"
+    if "max" not in row.limits:
+        return
+    peak, limit = found["max_abs_dlogp"]["value"], row.limits["max"]
+    if not peak <= limit:
+        yield f"max |d| {peak:.6g} is above {limit:g}"
+    if other := [key for key, one in found.items() if one["status"] == "FAIL" and key != "max_abs_dlogp"]:
+        yield f"{', '.join(other)} outside"
+    if found["max_abs_dlogp"]["status"] == "FAIL" and peak <= limit:
+        yield f"max |d| {peak:.6g} is above that of {found['max_abs_dlogp']['row']}"
+
+
+def _others(found: Mapping[str, Any]) -> str:
+    """Which of the aggregates gate, too."""
+    gated, free = ([key for key in GATED if (found[key]["status"] == "PASS") == gates] for gates in (True, False))
+    within = f", and {', '.join(gated)} within theirs" if gated else ""
+    return within + (f"; {', '.join(free)} reported and not gated" if free else "")
 
 
 def _pair(measured: Mapping[str, Any], asked: Asked, train: str, rollout: str) -> Pair | str:
@@ -224,11 +267,24 @@ def _bits(value: float) -> tuple[float, float]:
     return value, math.copysign(1.0, value)
 
 
+def _unnamed(measured: Mapping[str, Any]) -> Iterator[str]:
+    weights = measured["weights"] or {}
+    if "config" in weights and weights["config"] is None:
+        yield "the folder of weights has no config.json: only the shapes of its tensors say that they are of this model"
+
+
+def _config(weights: Mapping[str, Any]) -> str:
+    """What the files say of their model beside its tensors; older records do not tell."""
+    if "config" not in weights:
+        return ""
+    return f", config.json {weights['config'][:12]}" if weights["config"] else ", no config.json"
+
+
 def _ran(measured: Mapping[str, Any]) -> dict[str, Any]:
     run, weights, kernels = measured["run"], measured["weights"] or {}, measured["kernels"] or {}
     return {
         "implementation": run["implementation"],
         "device": run["environment"]["device"],
-        "weights": f"{weights.get('source', 'none')} {weights.get('digest', '')[:12]}".strip(),
+        "weights": f"{weights.get('source', 'none')} {weights.get('digest', '')[:12]}".strip() + _config(weights),
         "kernels": [*kernels.get("triton", ()), *kernels.get("native", ())] or None,
     }

@@ -7,12 +7,10 @@ is missing is seen. Cells are of training. Layouts are those of a trainer: one s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Any
 
-from rlspec.device import architecture
+from rlspec.architecture import Architecture
 from rlspec.layouts import CANONICAL, Call, Layout, Run, restore
 from rlspec.workloads import Chain, Decode, Sample, Tier, Workload
 
@@ -20,6 +18,7 @@ INVARIANCE = ("forward_invariance", "gradient_invariance")
 ACCURACY = ("forward_accuracy", "gradient_accuracy")
 STATEFUL = ("train_inference_parity", "decode_prefill", "kv_cache")
 JUDGMENTS = ("forward_accuracy", "forward_invariance", "gradient_accuracy", "gradient_invariance", *STATEFUL)
+ACROSS = "cross_arm_invariance"  # asked for by name alone: it needs a second arm
 ONLY_GRADIENTS = "BN/micro_batches"
 CELLS = (
     *("B1/full", "BN/chunked", "B1/chunked", "BN/padded_right", "BN/padded_left", "BN/permuted", "BN/packed"),
@@ -31,17 +30,6 @@ EXECUTIONS = (RESCORE, "B1/decode", "B1/paged", "B1/chunked", "BN/decode")  # of
 PREFIX = "prefixes"
 SUBJECT = "chain"  # of the contracts' rows for a whole model
 REFERENCE, PLAIN = "reference", "torch"  # the runs that accuracy is measured by
-FAMILIES = ("qwen3", "qwen3_moe")
-NAMES = {  # in a model entry, and in a config.json
-    "layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocabulary_size": "vocab_size",
-    "tie_word_embeddings": "tie_word_embeddings",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,87 +44,6 @@ class Cell:
     def digest(self) -> str:
         """Two cells that agree in it would compare a thing with itself."""
         return hashlib.sha256(f"{self.layout.digest} {self.chunk}".encode()).hexdigest()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """What the host must know of a model: enough for the shapes of its parameters and of its cache."""
-
-    layers: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary_size: int
-    tied: bool
-    experts: int
-    expert_size: int
-
-    @property
-    def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every trainable tensor, in the order of the forward, named as in transformers."""
-        hidden, queries, keys = self.hidden_size, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (hidden,),
-            "self_attn.q_proj.weight": (queries, hidden),
-            "self_attn.k_proj.weight": (keys, hidden),
-            "self_attn.v_proj.weight": (keys, hidden),
-            "self_attn.q_norm.weight": (self.head_dim,),
-            "self_attn.k_norm.weight": (self.head_dim,),
-            "self_attn.o_proj.weight": (hidden, queries),
-            "post_attention_layernorm.weight": (hidden,),
-        }
-        if self.experts:
-            layer |= {
-                "mlp.gate.weight": (self.experts, hidden),
-                "mlp.experts.gate_up_proj": (self.experts, 2 * self.expert_size, hidden),
-                "mlp.experts.down_proj": (self.experts, hidden, self.expert_size),
-            }
-        else:
-            layer |= {
-                "mlp.gate_proj.weight": (self.intermediate_size, hidden),
-                "mlp.up_proj.weight": (self.intermediate_size, hidden),
-                "mlp.down_proj.weight": (hidden, self.intermediate_size),
-            }
-        made: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocabulary_size, hidden)}
-        for index in range(self.layers):
-            made |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-        made["model.norm.weight"] = (hidden,)
-        if not self.tied:
-            made["lm_head.weight"] = (self.vocabulary_size, hidden)
-        return made
-
-    @property
-    def count(self) -> int:
-        """Elements of all parameters."""
-        return sum(map(prod, self.parameters.values()))
-
-
-def sizes(model: Mapping[str, Any]) -> Sizes:
-    """From a model entry or a config.json. Raises ValueError for a family, a size or a key that the decoder has not."""
-    if model.get("model_type", FAMILIES[0]) not in FAMILIES:
-        raise ValueError(f"it is of type {model['model_type']}; our decoder runs {' and '.join(FAMILIES)}")
-    found = {ours: model.get(ours, model.get(theirs)) for ours, theirs in NAMES.items()}
-    experts = model.get("experts") or {}
-    count = experts.get("count", model.get("num_experts", 0)) or 0
-    needed = {"layers", "hidden_size", "heads", "kv_heads", "head_dim", "vocabulary_size"}
-    needed |= set() if count else {"intermediate_size"}
-    if missing := sorted(name for name in needed if not isinstance(found[name], int)):
-        raise ValueError(f"it does not say its {', '.join(missing)}")
-    architecture.read(model)
-    return Sizes(
-        layers=found["layers"],
-        hidden_size=found["hidden_size"],
-        intermediate_size=found["intermediate_size"] or 0,
-        heads=found["heads"],
-        kv_heads=found["kv_heads"],
-        head_dim=found["head_dim"],
-        vocabulary_size=found["vocabulary_size"],
-        tied=bool(found["tie_word_embeddings"]),
-        experts=count,
-        expert_size=experts.get("intermediate_size", model.get("moe_intermediate_size", 0)) or 0,
-    )
 
 
 # Cells of training
@@ -236,6 +143,19 @@ def decoded(case: Decode) -> list[tuple[int, list[int]]]:
     ]
 
 
+def check_reads(chain: Chain) -> None:
+    """Raises ValueError for a decode case that reads nothing from the cache, or no second page, and for tiers alike."""
+    page = chain.page_size
+    for case in chain.decode:
+        last = max((at for _, positions in decoded(case) for at in positions), default=0)
+        if not last:
+            raise ValueError(f"decode case {case.name} compares position 0 alone, which reads nothing from a cache")
+        if last < page:
+            raise ValueError(f"page_size {page}: no decoded position of case {case.name} lies behind the first page")
+    if (longest := max(sample.length for sample in chain.tier.samples)) <= page:
+        raise ValueError(f"page_size {page}: the longest sample of tier {chain.tier.name} has {longest} tokens")
+
+
 def columns(case: Decode) -> list[tuple[int, int]]:
     """The columns of each call in order: one for a decoded position, as many as lie between for a chunk."""
     single = {
@@ -269,7 +189,57 @@ def generation(chain: Chain, samples: Sequence[Sample], *, chunk: int = 0) -> li
     return [(start, stop) for start, stop in zip(ordered, ordered[1:], strict=False)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What an execution of inference is to be: its calls (rows and columns of the grid, longest sample), its cache."""
+
+    cache: str | None
+    calls: tuple[tuple[int, int, int], ...]
+
+
+def execution(chain: Chain, name: str) -> Execution:
+    """That of a configuration: generated or rescored, decoded, or stored in chunks."""
+    head, _, kind = name.rpartition("/")
+    alone, size = [[sample] for sample in chain.tier.samples], chain.tier.chunk
+    calls: list[tuple[int, int, int]] = []
+    if name in EXECUTIONS:
+        for group in alone if head == "B1" else [list(chain.tier.samples)]:
+            whole = [(0, max(sample.length for sample in group))]
+            cut = generation(chain, group, chunk=size if kind == "chunked" else 0)
+            calls += _grids(group, whole if name == RESCORE else cut)
+        return Execution(cache=None if name == RESCORE else CACHES[kind == "paged"], calls=tuple(calls))
+    if case := next((one for one in chain.decode if one.name == head), None):
+        calls += _grids(case.samples, columns(case), case.width if case.left else 0)
+        return Execution(cache=kind, calls=tuple(calls))
+    for step in (size, 0):
+        for group in alone:
+            length = group[0].length
+            pieces = [(at, min(at + (step or length), length)) for at in range(0, length, step or length)]
+            calls += _grids(group, pieces)
+    return Execution(cache=kind, calls=tuple(calls))
+
+
+def _grids(
+    samples: Sequence[Sample], pieces: Sequence[tuple[int, int]], width: int = 0
+) -> Iterator[tuple[int, int, int]]:
+    """The calls that hold a token, up to the last row that has one. `width`: samples end in the last of its columns."""
+    starts = [width - sample.length if width else 0 for sample in samples]
+    longest = max(sample.length for sample in samples)
+    for first, last in pieces:
+        held = [row for row, (sample, start) in enumerate(zip(samples, starts, strict=True))
+                if max(first, start) < min(last, start + sample.length)]  # fmt: skip
+        if held:
+            yield held[-1] + 1, last - first, longest
+
+
 # What must be there
+
+
+def operators(model: Architecture, profile: str) -> tuple[str, ...]:
+    """What no run of the model can do without."""
+    always = ("embedding", "rms_norm", "qk_norm", "rope", "det_gemm", "attention", "residual_add", "lm_head", "logprob")
+    experts = ("router", "grouped_gemm", "combine") if model.num_experts else ()
+    return (*always, "silu" if profile == "hf" else "swiglu", *experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,12 +253,10 @@ class Expected:
     against: str
     accuracy: bool = False
 
-    @property
-    def key(self) -> tuple[str, str, str]:
-        return self.judgment, self.configuration, self.tensor
 
-
-def expected(chain: Chain, model: Sizes, judgments: Sequence[str], names: Sequence[str] = ()) -> Iterator[Expected]:
+def expected(
+    chain: Chain, model: Architecture, judgments: Sequence[str], names: Sequence[str] = ()
+) -> Iterator[Expected]:
     """Every comparison that an arm must hold, in order; log-probs of train_inference_parity stand by themselves."""
     chosen = cells(chain, names)
     active = (chain.tier.active,)
@@ -296,13 +264,13 @@ def expected(chain: Chain, model: Sizes, judgments: Sequence[str], names: Sequen
         if "forward_invariance" in judgments and cell.name != ONLY_GRADIENTS:
             yield _same("forward_invariance", cell.name, "logprob", active)
         if "gradient_invariance" in judgments:
-            for name, shape in model.parameters.items():
+            for name, shape in model.parameter_shapes().items():
                 yield _same("gradient_invariance", cell.name, name, shape)
     for name in accuracy_cells(chosen):
         if "forward_accuracy" in judgments:
             yield _near("forward_accuracy", name, "logprob", active)
         if "gradient_accuracy" in judgments:
-            for parameter, shape in model.parameters.items():
+            for parameter, shape in model.parameter_shapes().items():
                 yield _near("gradient_accuracy", name, parameter, shape)
     if "decode_prefill" in judgments:
         yield from _decode_prefill(chain, model)
@@ -318,23 +286,23 @@ def _near(judgment: str, configuration: str, tensor: str, shape: tuple[int, ...]
     return replace(_same(judgment, configuration, tensor, shape, REFERENCE), accuracy=True)
 
 
-def _decode_prefill(chain: Chain, model: Sizes) -> Iterator[Expected]:
+def _decode_prefill(chain: Chain, model: Architecture) -> Iterator[Expected]:
     for case in chain.decode:
         count = sum(len(positions) for _, positions in decoded(case))
         for cache in CACHES:
-            shape = (count, model.vocabulary_size)
+            shape = (count, model.vocab_size)
             yield _same("decode_prefill", f"{case.name}/{cache}", "logits", shape, "prefill")
-        shape = (len(prefixes(chain, case)), model.vocabulary_size)
+        shape = (len(prefixes(chain, case)), model.vocab_size)
         yield _same("decode_prefill", f"{case.name}/{PREFIX}", "logits", shape, "prefill")
 
 
-def _kv_cache(chain: Chain, model: Sizes) -> Iterator[Expected]:
+def _kv_cache(chain: Chain, model: Architecture) -> Iterator[Expected]:
     for case in chain.decode:
         for cache in CACHES:
             place, count = f"{case.name}/{cache}", len(case.samples)
             tokens = sum(sample.length for sample in case.samples)
-            stored = (model.layers, tokens, model.kv_heads, model.head_dim)
-            attended = (model.layers, count, model.heads, model.head_dim)
+            stored = (model.num_hidden_layers, tokens, model.num_key_value_heads, model.head_dim)
+            attended = (model.num_hidden_layers, count, model.num_attention_heads, model.head_dim)
             yield _same("kv_cache", place, "keys", stored, "written")
             yield _same("kv_cache", place, "values", stored, "written")
             yield _same("kv_cache", place, "cursor", (count,), "tokens")
@@ -342,57 +310,7 @@ def _kv_cache(chain: Chain, model: Sizes) -> Iterator[Expected]:
             yield _same("kv_cache", place, "attention", attended, "direct")
             yield _near("kv_cache", place, "attention", attended)
     tokens = sum(sample.length for sample in chain.tier.samples)
-    stored = (model.layers, tokens, model.kv_heads, model.head_dim)
+    stored = (model.num_hidden_layers, tokens, model.num_key_value_heads, model.head_dim)
     for cache in CACHES:
         for tensor in ("keys", "values"):
             yield _same("kv_cache", f"chunked/{cache}", tensor, stored, "once")
-
-
-def executions(judgments: Sequence[str]) -> tuple[str, ...]:
-    """The runs whose log-probs must be there."""
-    training = (CANONICAL,) if {*INVARIANCE, *ACCURACY, STATEFUL[0]} & set(judgments) else ()
-    yardsticks = (REFERENCE, PLAIN) if set(ACCURACY) & set(judgments) else ()
-    return (*training, *yardsticks, *(EXECUTIONS if STATEFUL[0] in judgments else ()))
-
-
-# Memory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Bytes on the device, from above: `calls` and `alone` are the graphs of the largest call and of one sample."""
-
-    weights: int
-    gradients: int
-    calls: int
-    alone: int
-
-    @property
-    def least(self) -> int:
-        """At the highest point: the gradients of a cell, or those of a sample beside the reference's."""
-        return self.weights + max(self.gradients + self.calls, 2 * self.gradients + self.alone)
-
-    @property
-    def resident(self) -> int:
-        """The same with the gradients of the reference and of the canonical cell kept all the while."""
-        return self.weights + 3 * self.gradients + self.calls
-
-
-def memory(chain: Chain, model: Sizes, *, bits: int = 16) -> Memory:
-    """What training needs: weights, one fp32 accumulator a weight, and a graph."""
-    size, count = bits // 8, model.count
-    slots = max(call.slots for cell in cells(chain) for call in cell.layout.calls)
-    longest = max(sample.length for sample in chain.tier.samples)
-    return Memory(
-        weights=count * size,
-        gradients=4 * count,
-        calls=_graph(model, slots, size),
-        alone=_graph(model, longest, 4),  # of the reference, in fp32
-    )
-
-
-def _graph(model: Sizes, slots: int, size: int) -> int:
-    width = model.expert_size * 8 if model.experts else model.intermediate_size
-    attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
-    kept = 6 * model.hidden_size + 2 * attention + 3 * width  # elements a token and layer that the graph holds on to
-    return slots * model.layers * kept * size + 3 * 4 * slots * model.vocabulary_size + (1 << 30)

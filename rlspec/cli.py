@@ -193,8 +193,8 @@ def _print_problems(problems: Sequence[Problem], how: str) -> None:
 def init(kind: str) -> None:
     """Print a commented spec of KIND to start from.
 
-    KIND is correctness, performance or parity. What is to be filled in stands
-    in <angle brackets>; `rlspec lint` names what is left over.
+    KIND is correctness, performance, operators, chain or parity. What is to be
+    filled in stands in <angle brackets>; `rlspec lint` names what is left over.
     """
     from rlspec import schema
 
@@ -288,9 +288,15 @@ def render(path: Path, overrides: tuple[str, ...]) -> None:
     "--from",
     "from_run",
     metavar="RUN",
-    help="Use the arms of RUN that are still valid: same run file, commit, command and environment.",
+    help="Use the arms of RUN that are still valid: same run file, commit, command, declared environment, build, "
+    "reader, records, tokens and weights; of an arm without a revision, same code and tracked files. In what else the "
+    "shells and packages differ is said beside the verdict.",
 )
-@click.option("--resume", is_flag=True, help="Go on with the newest run of the spec: run the arms that have not run.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on with the newest run of the spec, at the commits with which it began: run the arms that have not run.",
+)
 @click.option("--retry-errors", is_flag=True, help="As --resume, and run the failed arms again.")
 @click.option("--keep-going", is_flag=True, help="Start the next arm even after one has failed.")
 @click.option("-k", "only", metavar="TEXT", help="Only specs whose name contains TEXT.")
@@ -381,6 +387,9 @@ def _one(document: Document, options: Any) -> dict[str, Any]:
 
     try:
         return pipeline.run(document, options, sys.stderr)
+    except pipeline.NothingRan as interrupted:
+        click.echo(f"interrupted before anything of {document.path} ran", err=True)
+        raise SystemExit(interrupted.exit_code) from None
     except launch.Interrupted as interrupted:
         click.echo(f"interrupted; `rlspec run {document.path} --resume` goes on with what is left", err=True)
         raise SystemExit(interrupted.exit_code) from None
@@ -511,10 +520,11 @@ def bisect(path: Path, good: str, bad: str, resume: bool, overrides: tuple[str, 
     The spec is of kind correctness. Its base arms run once, at --good; the
     bad end and then each midpoint is one feature arm against them, so 32
     commits take 6 feature arms. A commit that cannot run is skipped; a
-    midpoint that stays INVESTIGATE ends the search.
+    midpoint that stays INVESTIGATE ends the search. The commit found and the
+    last good one then run once more.
 
-    Exit 0: one commit is named. 3: it stopped, or skipped commits leave
-    several. 4: the verdict does not turn, or an end cannot run.
+    Exit 0: one commit is named. 3: it stopped, skipped commits leave several,
+    or the second runs disagree with the first. 4: the verdict does not turn, or an end cannot run.
     """
     from rlspec import bisecting, launch
 
@@ -539,9 +549,11 @@ def bisect(path: Path, good: str, bad: str, resume: bool, overrides: tuple[str, 
 def report_(run: str, outputs: tuple[Path, ...], verbose: bool, portable: bool) -> None:
     """Print the report of a RUN again, or write it in another format.
 
-    RUN is the folder of a run, its name, or a report.json. Judges nothing.
+    RUN is the folder of a run, its name, or a report.json. Refuses one that
+    was edited: a report of operators or of a chain holds the measurements that
+    its verdicts are derived from, and they are derived again.
     """
-    from rlspec import report, reports, runs
+    from rlspec import judging, report, runs
 
     report.known(outputs)
     path = Path(run)
@@ -551,7 +563,7 @@ def report_(run: str, outputs: tuple[Path, ...], verbose: bool, portable: bool) 
             raise errors.SpecError(f"{folder.name} has no report, since it did not end; `rlspec judge {run}` makes one")
         path = folder.report
     made = runs.given(path, "report")
-    reports.unedited(path, made)
+    judging.unedited(path, made)
     if portable:
         made = report.portable(made)
     _print(made, verbose)
@@ -652,6 +664,7 @@ def doctor(paths: tuple[Path, ...]) -> None:
 def clean(keep: int, yes: bool) -> None:
     """Remove old runs and leftover worktrees, and nothing else.
 
+    A run is a folder with a plan.json of rlspec's, or one of run files alone.
     Shows what would go and how large it is, then asks.
     """
     from rlspec import cleaning

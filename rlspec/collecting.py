@@ -67,13 +67,21 @@ def _measured(spec: Spec, step: Step) -> Run:
     usual = training.default_metrics(spec.data)
     timed = [entry[0] for entry in logs.READERS[spec.trainer.reader].timing.values()]
     metrics = tuple(dict.fromkeys([*asked, *usual, *timed])) if usual else ()
-    found = _read(spec, step, metrics)
-    if spec.trainer.steps is None:
+    found = _due(_read(spec, step, metrics), spec.trainer.steps)
+    reader, pattern = spec.trainer.reader, spec.trainer.pattern
+    if step.log.is_file() and (told := logs.survived(step.log, found, reader, pattern)):
+        found = dataclasses.replace(found, notes=(*found.notes, told))
+    return found
+
+
+def _due(found: Run, steps: int | None) -> Run:
+    """A run with the number of steps that its spec declares, if it does."""
+    if steps is None:
         return found
-    if found.steps_expected not in (None, spec.trainer.steps):
-        fault = f"the log says that it has {found.steps_expected} steps, the spec says {spec.trainer.steps}"
+    if found.steps_expected not in (None, steps):
+        fault = f"the log says that it has {found.steps_expected} steps, the spec says {steps}"
         found = dataclasses.replace(found, faults={**found.faults, "*": fault})
-    return dataclasses.replace(found, steps_expected=spec.trainer.steps)
+    return dataclasses.replace(found, steps_expected=steps)
 
 
 def _read(spec: Spec, step: Step, metrics: tuple[str, ...]) -> Run:
@@ -88,8 +96,6 @@ def _read(spec: Spec, step: Step, metrics: tuple[str, ...]) -> Run:
     wanted = dict.fromkeys([*metrics, *ours])
     tags = [ours.get(name, name) for name in wanted]
     found = logs.read(place, exact.reader, step.arm, metrics=tags, pattern=spec.trainer.pattern)
-    series = [
-        dataclasses.replace(one, metric=exact.names.get(one.metric, one.metric)) for one in found.series.values()
-    ]
+    series = [dataclasses.replace(one, metric=exact.names.get(one.metric, one.metric)) for one in found.series.values()]
     faults = {exact.names.get(name, name): text for name, text in found.faults.items()}
     return dataclasses.replace(found, series={one.metric: one for one in series}, faults=faults)

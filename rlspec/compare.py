@@ -9,6 +9,7 @@ import math
 import operator
 import statistics
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -58,6 +59,21 @@ class Jump:
 def first_judged(steps: Sequence[int]) -> int:
     """Index of the first judged step: step 1 (or 0, in logs that count from 0) precedes any update."""
     return 1 if steps[0] in (0, 1) else 0
+
+
+def spacing(steps: Sequence[int]) -> int:
+    """How far apart steps are printed: the most frequent distance, the larger one of two equally frequent."""
+    if len(steps) < 2:
+        return max(steps[0], 1)
+    if steps[-1] - steps[0] == len(steps) - 1:
+        return 1
+    apart = Counter(gaps(steps))
+    return max(apart, key=lambda gap: (apart[gap], gap))
+
+
+def gaps(steps: Sequence[int]) -> list[int]:
+    """The distances of neighbouring steps."""
+    return list(map(operator.sub, islice(steps, 1, None), steps))
 
 
 def first_non_finite(series: Series) -> int | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlspec import catalog, schema
+from rlspec.chains import STATEFUL
 from rlspec.errors import SpecError
 from rlspec.model import Row
 
@@ -23,7 +24,6 @@ DTYPES = {
 }
 CANNOT_FAIL = ("note", "error")
 OPERATORS = ("_accuracy", "_invariance")
-OF_CHAINS = ("train_inference_parity", "decode_prefill", "kv_cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ def limits_problem(row: Row) -> str | None:
     if row.judgment.endswith("_invariance"):
         bitwise = dict(limits) == {"differing_elements": 0.0}
         return None if bitwise else f"{row.id} needs the one limit differing_elements 0: bits are equal or they are not"
-    if row.judgment in OF_CHAINS and "max" not in limits:
+    if row.judgment in STATEFUL and "max" not in limits:
         bitwise = dict(limits) == {"differing_elements": 0.0}
         return None if bitwise else f"{row.id} needs the one limit differing_elements 0, or a limit max"
     if row.judgment.split("_")[0] == "drift":

@@ -54,9 +54,21 @@ def judge(rollout: Path, train: Path, judgments: Sequence[Judgment], resolve: Ca
     notes = pairing.remarks(ours, theirs)
     if problems := pairing.identity(ours, theirs):
         return _lead(_errors(asked, problems), notes, {})
-    if problem := _constant(ours, theirs):
+    pair = pairing.join(ours, theirs)
+    if problem := _constant(ours, theirs) or _copied(pair, ours, theirs):
         return _lead(_errors(asked, [problem]), notes, {})
-    return _judge(asked, pairing.join(ours, theirs), ours, theirs, notes)
+    return _judge(asked, pair, ours, theirs, notes)
+
+
+def _copied(pair: Pair, ours: LogProbs, theirs: LogProbs) -> str | None:
+    """Two files of one engine that are the same but for the order of lines and white space."""
+    if "engine" not in ours.semantics or ours.semantics != theirs.semantics or pair.rollout != pair.train:
+        return None
+    return (
+        f"self-comparison: every log-prob of {theirs.path} is that of {ours.path}, and both are of engine "
+        f"{ours.semantics['engine']}: a copy, or the same engine with the same settings; give the file that each "
+        "engine wrote, with its name and how it ran under the key engine"
+    )
 
 
 def _constant(ours: LogProbs, theirs: LogProbs) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlspec import compare, joining
+from rlspec import compare, joining, verdicts
 from rlspec.drift_evidence import figures, remarks
 from rlspec.drift_findings import findings
 from rlspec.envelope import Envelope, measure
@@ -23,7 +23,10 @@ def default_metrics(names: Sequence[str], runs: Sequence[Run]) -> tuple[str, ...
 
 
 def wants_base_run(judgment: Judgment, verdict: Verdict, base_runs: int) -> bool:
-    """Whether one more base run could settle this verdict: in the grey band, or a FAIL that rests on one envelope."""
+    """Whether one more base run could settle this verdict.
+
+    It could in the grey band, for a FAIL that rests on one envelope, and where base runs are equal and too few count.
+    """
     if base_runs >= judgment.max_base_runs:
         return False
     cause = verdict.evidence.get("cause")
@@ -31,6 +34,8 @@ def wants_base_run(judgment: Judgment, verdict: Verdict, base_runs: int) -> bool
         # Not on a zero envelope: an equal run is not counted. Not on an unstable fixture: more such runs give more
         # such envelopes. Not on differing machines: one more run here says nothing about the machine there.
         return cause == "grey_band"
+    if verdict.status == "ERROR":
+        return cause == "equal_base_runs"
     counted = verdict.evidence.get("base_runs_counted")
     return verdict.status == "FAIL" and judgment.confirm_fail and cause == "ratio" and counted == 2
 
@@ -39,11 +44,14 @@ def judge_drift(judgment: Judgment, runs: Sequence[Run], resolve: Callable[[str]
     """PASS, INVESTIGATE or FAIL by the ratio of the feature's drift to the run-to-run floor; ERROR without a floor.
 
     `runs` in the order of the arms, the first base run is the reference; `resolve` gives the row of a judgment and
-    may raise SpecError, as does a row without the limits `pass_below` and `fail_above`.
+    may raise SpecError, as does a row without the limits `pass_below` and `fail_above`. Feature runs of different
+    settings are no sample of one thing: each group of equal settings is judged by itself, and the worst decides.
     """
     bases = [run for run in runs if run.arm.role == "base"]
     features = [run for run in runs if run.arm.role == "feature"]
-    answer = _answer(judgment, bases, features, resolve)
+    groups = joining.alike(features) or [[]]
+    answers = [_answer(judgment, bases, group, resolve) for group in groups]
+    answer = _worst(groups, answers)
     notes = [joining.attributed(run.arm.name, note) for run in (*bases, *features) for note in run.notes]
     return Verdict(
         judgment="drift",
@@ -67,6 +75,19 @@ class _Answer:
     statistic: float | None = None
     evidence: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
+
+
+def _worst(groups: Sequence[Sequence[Run]], answers: Sequence[_Answer]) -> _Answer:
+    """The answer of the group that came out worst, of several such that with the largest ratio; the others as notes."""
+    status = verdicts.worst(answer.status for answer in answers)
+    of_it = [answer for answer in answers if answer.status == status]
+    chosen = max(of_it, key=lambda answer: -math.inf if answer.statistic is None else answer.statistic)
+    others = [
+        f"{', '.join(run.arm.name for run in group)} of other settings: {answer.status}, {answer.reason}"
+        for group, answer in zip(groups, answers, strict=True)
+        if answer is not chosen
+    ]
+    return replace(chosen, notes=[*chosen.notes, *others]) if others else chosen
 
 
 def _error(found: Sequence[str], row: Row | None = None) -> _Answer:
@@ -126,7 +147,7 @@ def _judge(judgment: Judgment, envelope: Envelope, row: Row, limits: tuple[float
     if envelope.floor == "zero":
         return _judge_zero(judgment, envelope, row)
     if lack := _lack_of_runs(judgment, len(envelope.bases), len(envelope.features)):
-        return _error([lack], row)
+        return replace(_error([lack], row), evidence={"findings": [lack], "cause": "equal_base_runs"})
     if not 0 < envelope.width < math.inf:
         return _error([f"the differences of the base runs do not fit a double (envelope {envelope.width})"], row)
     answer = _judge_ratio(envelope, row, limits)
@@ -209,7 +230,7 @@ def _doubted(envelope: Envelope, answer: _Answer, limits: tuple[float, float]) -
     if answer.status == "FAIL" and envelope.machines:
         return _by_machine(envelope, answer)
     if answer.status == "PASS" and envelope.machines:
-        hidden = f"such an envelope can hide a steady offset up to {limits[0] * envelope.width:.3g}"
+        hidden = f"such an envelope hides about half of steady offsets of {limits[0] * envelope.width:.3g}"
         note = f"the arms' machines differ in {', '.join(envelope.machines)}: {hidden}"
         return replace(answer, notes=[*answer.notes, note])
     return answer

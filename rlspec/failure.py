@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +106,21 @@ def find(log: Path) -> Failure | None:
     first, traceback = next(iter(by_rank.items()))
     codes = {int(its_rank): int(code) for its_rank, code in FAILED_RANK.findall("\n".join(lines))}
     return Failure(rank=first, exitcode=codes.get(first, 1), traceback=traceback)
+
+
+def survived(log: Path, begins: Callable[[Sequence[str]], int] = lambda lines: 0) -> str:
+    """A note on the first traceback near the end of the log of a run that ended well, empty if there is none.
+
+    A trainer that catches its own exception and exits with 0 has not trained what it should have. `begins` gives the
+    line from which on that is so: before it a trainer may try what is not installed.
+    """
+    lines = _end_of(log)
+    if not any(TRACEBACK in line for line in lines):
+        return ""
+    begin = begins(lines) if log.stat().st_size <= SEARCHED else 0
+    first = next((one for one in _tracebacks(lines) if one.end >= begin and not one.of_agent and one.lines), None)
+    error = "" if first is None else Failure(traceback=first.lines).error[:200]
+    return f"the log holds a traceback: {error}; did this run train to its end?" if error else ""
 
 
 def _end_of(log: Path) -> list[str]:

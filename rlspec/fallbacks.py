@@ -44,7 +44,7 @@ def fallback(backend: str | None, seen: Mapping[str, Any]) -> str | None:
     for where in {"triton", "native"} - {*_LAUNCHES[backend]}:
         if seen[where]:
             return f"{declares}, and {seen[where][0]}, a kernel of the other backend, was launched"
-    # Operators of a library of the user's own are the candidate, not a fallback; the profiler looks into them.
+    # An operator of a user's own library is the candidate, not a fallback; what it is made of is seen beside it.
     if computed := [name for name in seen["torch"] if name not in _MOVING and "::" not in name]:
         return f"{declares}, and torch computed {', '.join(computed[:4])}"
     if idle := seen["calls_without_launch"]:

@@ -13,6 +13,15 @@ from rlspec.errors import SpecError
 from rlspec.printed import is_absent
 from rlspec.shapes import STEP, Shape, at_most, loose, same_format, shape_of
 
+DIGITS = frozenset("0123456789.")
+# How a number goes on behind its first digits: more digits, a fraction, an exponent, thousands.
+MORE = re.compile(r"\d|[.,]\d|[eE][+-]?\d", re.ASCII)
+# How one begins before its last digits: digits, a point or a minus that is no hyphen, an exponent, thousands.
+BEGUN = re.compile(r"\d$|\d,$|(?<![A-Za-z_.])\.$|(?<![\w.)\]-])-$|\d\.?[eE][+-]?$", re.ASCII)
+ZEROS = re.compile(r"(?<![\d.,-])(?<!\d[eE])(?<!\d[eE]\+)0+$", re.ASCII)  # that begin a number and change nothing
+BESIDE = DIGITS | set(",-+eE")  # characters by which a number may go on or begin, so that a closer look is due
+THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+", re.ASCII)
+LONGEST = 40  # characters beside a group that are looked at
 # What launchers put before a line: [rank0]:, a task number of srun, (Actor pid=123).
 PREFIX = re.compile(r"(?:\[[^\]\s,]{1,40}\]: ?|\d{1,6}: |\([^(),]{0,60}\bpid=\d+[^(),]{0,60}\) )*", re.ASCII)
 
@@ -27,11 +36,15 @@ class BadLine(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One step line, values as printed and without units; a field of value None is there but holds no value."""
+    """One step line, values as printed and without units; a field of value None is there but holds no value.
+
+    `faults` says of a metric why the value on this line cannot be trusted.
+    """
 
     step: str
     fields: Mapping[str, str | None]
     total: str | None = None
+    faults: Mapping[str, str] | None = None
 
 
 class Format(ABC):
@@ -141,6 +154,7 @@ class Csv(Format):
     def shape(self, text: str, decimals: Mapping[str, int]) -> Shape | None:
         parts: list[str] = []
         values: dict[str, str] = {}
+        empty: list[str] = []
         if '"' in text:
             return None
         for name, cell in zip(self._header, text.split(","), strict=False):
@@ -149,13 +163,14 @@ class Csv(Format):
                 values[name] = cell
             elif is_absent(cell):
                 pattern = re.escape(cell)
+                empty.append(name)
             elif name in decimals:
                 known = at_most(cell, decimals[name])
                 if known is None:
                     return None
                 pattern, values[name] = f"({known})", cell
             parts.append(pattern)
-        return shape_of(text, [",".join(parts)], values)
+        return shape_of(text, [",".join(parts)], values, empty)
 
     def notes(self) -> list[str]:
         return [f"the header is repeated {self._headers} times"] if self._headers else []
@@ -176,6 +191,19 @@ def _cells(text: str) -> list[str]:
         raise BadLine("*", f"is no row of a table: {error}") from error
 
 
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A user's pattern. SpecError where it is none, and where it counts or nests beyond what re can."""
+    try:
+        return re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise SpecError(f"pattern {pattern!r} is no regular expression: {error}") from error
+
+
+def metrics_of(pattern: str) -> list[str]:
+    """The metrics that a user's pattern names. SpecError as `compiled`."""
+    return [name for name in compiled(pattern).groupindex if name not in ("step", "steps")]
+
+
 class Regex(Format):
     """Lines in which the user's pattern is found: named groups `step`, one a metric, and `steps` if it likes."""
 
@@ -184,20 +212,56 @@ class Regex(Format):
     def __init__(self, pattern: str | None) -> None:
         if not pattern:
             raise SpecError("reader regex needs a pattern (--pattern RE) with the named groups step and one a metric")
-        try:
-            self._pattern = re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise SpecError(f"pattern {pattern!r} is no regular expression: {error}") from error
+        self._pattern = compiled(pattern)
         if "step" not in self._pattern.groupindex:
             raise SpecError(f"pattern {pattern!r} has no group named step: write the number as (?P<step>\\d+)")
+        self._groups = tuple(self._pattern.groupindex.items())
 
     def parse(self, text: str) -> Line | None:
         found = self._pattern.search(text)
         if found is None or found["step"] is None:
             return None
-        fields = found.groupdict()
-        step, total = fields.pop("step"), fields.pop("steps", None)
-        return Line(step, fields, total)
+        fields: dict[str, str | None] = {}
+        cut = {}
+        spans = found.regs
+        for name, group in self._groups:
+            start, end = spans[group]
+            if start < 0:
+                continue  # a group that took no part is no field of this line
+            fields[name] = text[start:end]
+            near = (text[end : end + 1] in BESIDE and MORE.match(text, end)) or text[start - 1 : start] in BESIDE
+            if near and (said := _part(found, name)):
+                cut[name] = said
+        for name in ("step", "steps") if cut else ():
+            if name in cut:
+                raise BadLine("*", cut[name])
+        return Line(fields.pop("step") or "", fields, fields.pop("steps", None), cut)
+
+
+def _part(found: re.Match[str], name: str) -> str:
+    """Of a group that holds a part of a number only, such as 1.0950 of 1.0950e+03: what stands there; or nothing."""
+    value, text, (start, end) = found[name], found.string, found.span(name)
+    before, behind = text[max(0, start - LONGEST) : start], text[end : end + LONGEST]
+    goes_on = value[-1:] in DIGITS and bool(MORE.match(behind))
+    if goes_on and behind[0] == ",":
+        goes_on = _thousands(before + value, behind) and not any(other == end + 1 for other, _ in found.regs[1:])
+    begun = value[:1] in DIGITS and bool(BEGUN.search(before)) and not ZEROS.search(before)
+    if begun and before[-1] == ",":
+        begun = _thousands(before, value + behind) and not any(other == start - 1 for _, other in found.regs[1:])
+    if not goes_on and not begun:
+        return ""
+    first = re.split(r"[^\w.,+-]", before)[-1] if begun else ""
+    last = re.match(r"(?:,\d|[\w.+-])*", behind, re.ASCII)
+    assert last
+    how = "the number goes on" if goes_on else "the number begins before it"
+    return f"has {name} {value!r}, and {how}: {(first + value + last[0])[:80]!r}; let the group {name} take all of it"
+
+
+def _thousands(before: str, behind: str) -> bool:
+    """Whether a number with separators such as 11,860 reaches over the place between two texts, and no list does."""
+    head, tail = re.search(r"\.?[\d,]*$", before, re.ASCII), re.match(r"[\d,]*", behind, re.ASCII)
+    assert head and tail
+    return bool(THOUSANDS.fullmatch((head[0] + tail[0]).strip(",")))
 
 
 def repeated(names: Iterable[str]) -> str:

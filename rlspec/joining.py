@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-import operator
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from rlspec import compare
-from rlspec.model import Run, Series
+from rlspec.model import Arm, Run, Series
+
+# Variables by which runs of one sample differ: seeds, and where each writes to. What is read or loaded, such as data,
+# weights or code, is a setting, and so is a number or a switch by whatever name, such as FAN_OUT=4.
+SEED = re.compile(r"SEED|(?:^|_)RNG(?:_|$)", re.IGNORECASE)
+PLACE = re.compile(r"(?:^|_)(?:\w*DIR|\w*PATH|OUT|OUTPUTS?|(?:OUT|LOG)_?FILE|LOGS?|(?:RUN|WANDB)_NAME)$", re.IGNORECASE)
+INPUT = re.compile(
+    r"DATA|CORPUS|MODEL|WEIGHTS|TOKENIZER|VOCAB|TEACHER|INIT|LOAD|RESUME|RESTORE|INPUT|CONFIG|CFG|PYTHON|LIB|PRELOAD"
+    r"|PLUGIN|KERNEL|CODE|SRC|SOURCE|HOME|CUDA|(?:^|_)(?:BIN|IN)(?:_|$)|^PATH$",
+    re.IGNORECASE,
+)
+SWITCH = re.compile(r"[+-]?[\d.]*(?:[eE][+-]?\d+)?|true|false|on|off|yes|no|none", re.IGNORECASE | re.ASCII)
+FOLDERS = ("/", "./", "../", "~")
 
 
 def findings(metric: str, runs: Sequence[Run]) -> list[str]:
@@ -56,18 +69,30 @@ def machine_differences(runs: Sequence[Run]) -> dict[str, dict[str, str]]:
     return {key: by_arm for key, by_arm in values.items() if len(set(by_arm.values())) > 1}
 
 
-def spacing(steps: Sequence[int]) -> int:
-    """How far apart steps are printed: the most frequent distance, the larger one of two equally frequent."""
-    if len(steps) < 2:
-        return max(steps[0], 1)
-    if steps[-1] - steps[0] == len(steps) - 1:
-        return 1
-    gaps = Counter(_gaps(steps))
-    return max(gaps, key=lambda gap: (gaps[gap], gap))
+def alike(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs whose arms declare the same, seeds and places to write to apart: runs of one sample differ in those."""
+    groups: list[tuple[Arm, list[Run]]] = []
+    for run in runs:
+        arm = _without_seed_and_places(run.arm)
+        same = next((group for other, group in groups if other == arm), None)
+        if same is None:
+            groups.append((arm, [run]))
+        else:
+            same.append(run)
+    return [group for _, group in groups]
 
 
-def _gaps(steps: Sequence[int]) -> list[int]:
-    return list(map(operator.sub, islice(steps, 1, None), steps))
+def _without_seed_and_places(arm: Arm) -> Arm:
+    environment = {name: value for name, value in arm.environment.items() if not _tells_runs_apart(name, value)}
+    perturb = {name: value for name, value in (arm.perturb or {}).items() if name != "seed"}
+    return replace(arm, name="", records=None, environment=environment, perturb=perturb)
+
+
+def _tells_runs_apart(name: str, value: str) -> bool:
+    if SEED.search(name):
+        return True
+    place = value.startswith(FOLDERS) or (PLACE.search(name) is not None and not SWITCH.fullmatch(value))
+    return place and not INPUT.search(name)
 
 
 def _faults(metric: str, runs: Sequence[Run]) -> list[str]:
@@ -119,7 +144,7 @@ def _wanted(union: Sequence[int], total: int | None) -> Iterator[int]:
     steps = [step for step in union if total is None or step <= total]
     if not steps:
         return
-    apart = spacing(steps)
+    apart = compare.spacing(steps)
     final = steps[-1] if total is None else total - 1 if steps[0] == 0 else total
     for step, following in zip(steps, islice(steps, 1, None), strict=False):
         yield from range(step, following, apart)
@@ -132,7 +157,7 @@ def _listed(steps: Sequence[int]) -> str:
 
 
 def _irregular(steps: Sequence[int]) -> list[str]:
-    apart, gaps = spacing(steps), _gaps(steps)
+    apart, gaps = compare.spacing(steps), compare.gaps(steps)
     at = next((at for at, gap in enumerate(gaps[1:-1], 1) if gap != apart), None)
     if at is None:
         return []

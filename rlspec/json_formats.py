@@ -47,6 +47,7 @@ class JsonLines(Format):
         pairs = _pairs(text) if text.startswith("{") else []
         parts: list[tuple[str, str]] = []
         values: dict[str, str] = {}
+        empty = [name for name, value in pairs if value is None or (isinstance(value, str) and is_absent(value))]
         for name, value in pairs:
             pattern = _JSON_STEP if name == "step" else _json_pattern(value, decimals.get(name))
             if pattern is None:
@@ -57,7 +58,7 @@ class JsonLines(Format):
         for comma, colon in ((", ", ": "), (",", ":")):
             if text == "{" + comma.join(json.dumps(name) + colon + _json_text(value) for name, value in pairs) + "}":
                 inside = comma.join(name + colon + pattern for name, pattern in parts)
-                return shape_of(text, [r"\{", inside, r"\}"], values)
+                return shape_of(text, [r"\{", inside, r"\}"], values, empty)
         return None
 
     def notes(self) -> list[str]:

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlspec import chain_records, logs, measurements, pipeline, reuse, runs, schema, workloads
+from rlspec import (
+    chain_records,
+    copies,
+    logs,
+    measurements,
+    pipeline,
+    reports,
+    resuming,
+    reuse,
+    runs,
+    schema,
+    workloads,
+)
 from rlspec import contract as contracts
 from rlspec.arms import state_of
 from rlspec.checks import CHECKS
 from rlspec.errors import RunError, SpecError
+from rlspec.formats import metrics_of
 from rlspec.model import Arm, Document, Result, Spec, Step
 from rlspec.reports import build, digest, sealed
+
+COPY = "a copy, and no run of its own"
+MEASURED = ("operators", "chain")  # kinds whose reports hold what their verdicts are derived from
 
 
 def judge(
@@ -51,7 +67,7 @@ def judge(
     if reader not in logs.READERS:
         raise SpecError(f"unknown reader {reader!r}; {schema.suggestion(reader, logs.READERS)}")
     if reader == "regex" and pattern and not metrics:
-        metrics = _groups(pattern)
+        metrics = metrics_of(pattern)
     if kind == "correctness" and not metrics and not logs.READERS[reader].metrics:
         raise SpecError(f"reader {reader} has no usual metrics; name them with --metric")
     return judge_logs(
@@ -142,14 +158,6 @@ def _roles(
     return (*(("base", path.absolute()) for path in base), *(("feature", path.absolute()) for path in feature))
 
 
-def _groups(pattern: str) -> list[str]:
-    """The metrics that a pattern names."""
-    try:
-        return [name for name in re.compile(pattern).groupindex if name not in ("step", "steps")]
-    except re.error:
-        return []  # logs.read says what is wrong with it
-
-
 def _distinct(paths: Sequence[Path], folders: bool = False) -> None:
     for path in paths:
         if not (path.is_file() or (folders and path.is_dir())):
@@ -170,7 +178,7 @@ def rejudge(folder: runs.Folder, contract_name: str | None = None) -> dict[str, 
     """Judge a finished run again from its records. Raises SpecError or RunError."""
     planned = runs.load(folder.plan, "plan")
     seen = {**planned["spec"], "path": str(runs.spec_of(folder, planned))}
-    spec = pipeline.with_added(_planned_spec({**planned, "spec": seen}), planned)
+    spec = resuming.with_added(_planned_spec({**planned, "spec": seen}), planned)
     contract = _planned_contract(folder.plan, planned, contract_name)
     steps = CHECKS[spec.kind].expand(spec, folder.workspace, folder.logging)
     by_name = {arm["name"]: arm for arm in planned["arms"]}
@@ -230,10 +238,26 @@ def _from_measured(path: Path, given: dict[str, Any], contract_name: str | None)
     report = build(spec, contract, (), {}, made, None, results)
     report |= {key: given[key] for key in ("arms", "overrides", "spec")}
     report["seal"] = measurements.seal(report)
-    before = [(one["judgment"], one["subject"], one["status"]) for one in given["verdicts"]]
-    if before != [(one["judgment"], one["subject"], one["status"]) for one in report["verdicts"]]:
+    if _said(given) != _said(report):
         report["notes"].append(f"the verdicts are not those that stand in {path}")
     return report
+
+
+def _said(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    return [(one["judgment"], one["subject"], one["status"]) for one in report["verdicts"]]
+
+
+def unedited(path: Path, report: dict[str, Any]) -> None:
+    """Raise RunError if a report does not agree with itself, or says other verdicts than its measurements give."""
+    reports.unedited(path, report)
+    if {one["status"] for one in report["verdicts"]} == {"BLOCKED"}:
+        return  # nothing was measured
+    if report["kind"] in MEASURED or report.get("measured") or report.get("seal"):
+        for said, due in itertools.zip_longest(_said(report), _said(_from_measured(path, report, None))):
+            if said != due:
+                stands, derived = (" ".join(one) if one else "none" for one in (said, due))
+                judge = f"`rlspec judge {path}` tells all"
+                raise RunError(f"{path}: the verdict {stands} is not what its measurements give, {derived}; {judge}")
 
 
 def _untouched(step: Step, state: Mapping[str, Any]) -> None:
@@ -261,7 +285,9 @@ def judge_logs(source: Source) -> dict[str, Any]:
     contract = contracts.load(spec.contract, Path.cwd())
     arms = list(zip(spec.arms, (path for _, path in source.files), strict=True))
     states = {arm.name: {"status": "read", "log": str(path), "log_digest": digest(path)} for arm, path in arms}
-    results = list(_read_results(spec, source, arms))
+    digests = {arm.name: str(states[arm.name]["log_digest"]) for arm, _ in arms}
+    twins = _twins(digests)
+    results = [_own(result, twins, source) for result in _read_results(spec, source, arms)]
     made = CHECKS[spec.kind].judge(spec, results, contract)
     steps = [_no_step(arm, path) for arm, path in arms]
     for result in results:
@@ -270,11 +296,9 @@ def judge_logs(source: Source) -> dict[str, Any]:
             states[result.arm.name]["steps"] = max(lengths, default=0)  # type: ignore[assignment]
     report = build(spec, contract, steps, states, made, None)
     report.update(tag=None, mesh=None, sequence_length=None, dtype=None)  # logs do not say
-    digests = {arm["name"]: arm["log_digest"] for arm in report["arms"]}
-    for name, value in digests.items():
-        twin = next((other for other, mine in digests.items() if other < name and mine == value), None)
-        if twin is not None:
-            report["notes"].append(f"the logs of {twin} and {name} are the same to the byte: is one a copy?")
+    copied = {result.arm.name for result in results if result.run and COPY in result.run.faults.get("*", "")}
+    for name, twin in twins.items() if not copied else ():
+        report["notes"].append(f"the logs of {twin} and {name} are the same to the byte: is one a copy?")
     report["source"] = {
         "reader": source.reader,
         "pattern": source.pattern,
@@ -282,6 +306,26 @@ def judge_logs(source: Source) -> dict[str, Any]:
         "contract": source.contract,
     }
     return report
+
+
+def _twins(digests: Mapping[str, str]) -> dict[str, str]:
+    """Arms whose log is that of an earlier arm to the byte, and that arm."""
+    first: dict[str, str] = {}
+    earlier = {name: first.setdefault(digest, name) for name, digest in digests.items()}
+    return {name: other for name, other in earlier.items() if other != name}
+
+
+def _own(result: Result, twins: Mapping[str, str], source: Source) -> Result:
+    """A result; that of a copied log, which would be compared with itself, is a fault."""
+    if result.run is None or result.arm.name not in twins:
+        return result
+    log = result.records
+    held = copies.unrepeatable(log, source.reader, source.pattern)
+    if not held:
+        return result
+    twin = twins[result.arm.name]
+    fault = f"{log.name} is the log of {twin} to the byte, with {held}: {COPY}"
+    return dataclasses.replace(result, run=dataclasses.replace(result.run, faults={**result.run.faults, "*": fault}))
 
 
 def _no_step(arm: Arm, path: Path) -> Step:
@@ -317,4 +361,7 @@ def _read_results(spec: Spec, source: Source, arms: Sequence[tuple[Arm, Path]]) 
         return
     for arm, path in arms:
         found = logs.read(path, source.reader, arm, metrics=source.metrics, pattern=source.pattern)
+        folders = logs.READERS[source.reader].folders
+        if not folders and (told := logs.survived(path, found, source.reader, source.pattern)):
+            found = dataclasses.replace(found, notes=(*found.notes, told))
         yield Result(arm=arm, records=path, run=found)

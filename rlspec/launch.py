@@ -152,7 +152,7 @@ def _outcome(
     cause = reason = None
     if limit is not None:
         where = "before any step was printed" if output.step is None else f"at step {output.step}"
-        reason = f"time limit {_duration(limit)} reached {where}"
+        reason = f"time limit {slurm.duration(limit)} reached {where}"
     elif returncode != 0:
         cause = failure.find(log)
         reason = failure.reason(returncode, cause, output.tail())
@@ -166,10 +166,3 @@ def _outcome(
         traceback="\n".join(cause.traceback) if cause and cause.traceback else None,
         notes=notes,
     )
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("h", 3600), ("m", 60)):
-        if seconds >= size and seconds % size == 0:
-            return f"{seconds / size:g}{unit}"
-    return f"{seconds:g}s"

@@ -12,8 +12,6 @@ from rlspec.checks import CHECKS, common, training_rules
 from rlspec.errors import SpecError
 from rlspec.model import Document, Problem
 
-DATA_FOLDERS = tuple(catalog.SCHEMAS)
-
 
 def files(paths: Iterable[Path]) -> list[Path]:
     """All spec files at and below the paths, in order. Raises SpecError for a path that is not there."""

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlspec import catalog, cells, contract, linting, logs, machine, nodes, runs, schema, workloads
+from rlspec import catalog, cells, chains, contract, linting, logs, machine, nodes, runs, schema, workloads
 from rlspec.checks import CHECKS, chain, common
 from rlspec.engines import ENGINES, EXECUTIONS
 from rlspec.errors import RunError, SpecError
@@ -35,6 +35,10 @@ JUDGMENTS: dict[str, tuple[str, str]] = {
     "train_inference_parity": ("chain", "log-probs as a trainer has them against those of prefill, decode and rescore"),
     "decode_prefill": ("chain", "logits of decoded tokens and of prefixes against those of one prefill of the whole"),
     "kv_cache": ("chain", "what is read against what was written, cursors, pads, attention through the cache"),
+    "cross_arm_invariance": (
+        "chain",
+        "log-probs and gradients of an arm against those of the first one, to the bit; made where it is named",
+    ),
     "max_abs_dlogp": ("parity", "max |d| over all tokens, d = train − rollout log-prob"),
     "mean_abs_dlogp": ("parity", "mean |d| over all tokens"),
     "approx_kl": ("parity", "mean(exp d − 1 − d): an estimate of KL(rollout ‖ train) that is never negative"),
@@ -157,7 +161,8 @@ def explain(name: str, near: Path) -> str:
                             *(_indented(f"{one}: {EXECUTIONS[one]}") for one in ENGINES[name].executions)])  # fmt: skip
     if name in JUDGMENTS:
         kind, about = JUDGMENTS[name]
-        rows = [row for row in contract.load(common.CONTRACTS[kind], near).rows
+        usual = "strict" if name == chains.ACROSS else common.CONTRACTS[kind]
+        rows = [row for row in contract.load(usual, near).rows
                 if row.judgment == name or row.judgment.startswith(f"{name}_calibrated")]  # fmt: skip
         return "\n\n".join([textwrap.fill(f"{name} (kind {kind}): {about}", 78), *(_row(row) for row in rows)])
     contracts = catalog.entries("contracts", near)

@@ -6,15 +6,20 @@ What a log leaves unsaid is absent from the run, and what it says twice is a fau
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
+from rlspec import failure
 from rlspec.columns import Table
 from rlspec.errors import RunError, SpecError
 from rlspec.escapes import ESCAPES
 from rlspec.formats import BadLine, Format, Line
+from rlspec.joining import findings
 from rlspec.json_formats import Dicts, trainer_state
 from rlspec.model import Arm, Run, Series
 from rlspec.printed import whole_number
@@ -22,10 +27,11 @@ from rlspec.readers import GRADIENT_NORMS, READERS, Reader, find, understanding
 from rlspec.recordings import Recording
 from rlspec.shapes import Shape
 
-__all__ = ["GRADIENT_NORMS", "READERS", "read"]
+__all__ = ["GRADIENT_NORMS", "READERS", "read", "survived"]
 
 BLOCK = 1 << 17  # bytes
 SNIFFED_LINES = 200
+NAMED = 100  # step lines of which the names of the fields are kept
 SHAPES = 100  # after so many shapes a log is too irregular to be worth another
 
 
@@ -55,6 +61,26 @@ def read(path: Path, reader: str, arm: Arm, *, metrics: Sequence[str] = (), patt
     return _run(log, chosen, arm, metrics)
 
 
+def survived(path: Path, run: Run, reader: str, pattern: str | None = None) -> str:
+    """A note on a traceback in the log of a run that ended well; not on one before the first step of all steps."""
+    if not any(not findings(metric, [run]) for metric in run.series):
+        return failure.survived(path)
+    return failure.survived(path, partial(_first_step_line, form=find(reader).form(pattern)))
+
+
+def _first_step_line(lines: Sequence[str], form: Format) -> int:
+    """The number of the line, counted from 0; 0 as well where none is found."""
+    if isinstance(form, Recording):
+        return 0
+    for at, line in enumerate(lines):
+        try:
+            if any(form.parse(piece) for piece in line.split("\r")):
+                return at
+        except BadLine:
+            return at
+    return 0
+
+
 class _Log:
     """One log while it is read."""
 
@@ -66,6 +92,7 @@ class _Log:
         self.totals: dict[int, int] = {}
         self.count = 0
         self.first_lines: list[str] = []
+        self.names: dict[str, None] = {}
         self._shape: Shape | None = None
         self._shapes = 0
 
@@ -132,7 +159,7 @@ class _Log:
         steps, start = [], 0
         for at in [*(at for at, row in enumerate(rows) if not row[step]), len(rows)]:
             if start < at:
-                self.table.extend(first + start, shape.names, shape.exponents, rows[start:at])
+                self.table.extend(first + start, shape.names, shape.exponents, shape.empty, rows[start:at])
             if at < len(rows) and self._line(first + at, rows[at][-1]):
                 steps.append(rows[at][-1])
             start = at + 1
@@ -161,6 +188,10 @@ class _Log:
             return False
         if total is not None:
             self.totals.setdefault(total, place)
+        for metric, text in (line.faults or {}).items():
+            self.table.fault(metric, f"{self.unit} {place} {text}")
+        if len(self.table.steps) < NAMED:
+            self.names |= dict.fromkeys(line.fields)
         self.table.add(place, step, line.fields, ending)
         return True
 
@@ -205,6 +236,7 @@ def _run(log: _Log, reader: Reader, arm: Arm, metrics: Sequence[str]) -> Run:
     notes = [*table.notes, *(f"{name}: {note}" for note in log.form.notes())]
     if not table.steps:
         return Run(arm=arm, series={}, faults={"*": _nothing(log, reader)}, notes=tuple(notes))
+    _fault_usual(log, reader, series)
     for counter in reader.counters:
         notes += _counted(name, series.get(counter) if counter in metrics else series.pop(counter, None))
     if reader.sentinel in series and all(value == -1 for value in series[reader.sentinel].values):
@@ -221,9 +253,27 @@ def _run(log: _Log, reader: Reader, arm: Arm, metrics: Sequence[str]) -> Run:
     )
 
 
+def _fault_usual(log: _Log, reader: Reader, series: Mapping[str, Series]) -> None:
+    """Usual metrics that stand on lines and never have a value, and the lack of any training loss, are faults."""
+    table = log.table
+    unread = [
+        metric for metric in reader.metrics if metric in table.columns.keys() - series.keys() - table.faults.keys()
+    ]
+    for metric in unread:
+        if told := table.without_value(metric):
+            table.fault(metric, told)
+    losses = [metric for metric in reader.losses if metric in table.columns]
+    if losses and not set(losses) & (series.keys() | table.faults.keys()):
+        others = ", ".join(islice(log.names, 8)) or "nothing"
+        table.fault(losses[0], f"has no {' nor '.join(losses)} on its step lines; they have {others}")
+
+
 def _counted(log: str, series: Series | None) -> list[str]:
-    bad = [step for step, value in zip(series.steps, series.values, strict=True) if value > 0] if series else []
-    return [f"{log}: {series.metric} is above 0 at {len(bad)} steps, first at step {bad[0]}"] if series and bad else []
+    bad = {at: one for at, one in zip(series.steps, series.values, strict=True) if not one <= 0} if series else {}
+    if series is None or not bad:
+        return []
+    what = "NaN" if all(map(math.isnan, bad.values())) else "above 0"
+    return [f"{log}: {series.metric} is {what} at {len(bad)} steps, first at step {next(iter(bad))}"]
 
 
 def _nothing(log: _Log, reader: Reader) -> str:

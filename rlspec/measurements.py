@@ -41,7 +41,7 @@ _CELL: Mapping[str, Types] = {
     "passed_by": (dict,),
     "layouts": (dict,),
 }
-# Where forwards without gradients and with them part; reports of before 30 November 2026 looked at one of the two.
+# Where forwards without gradients and with them part; a report may be of an rlspec that ran one of the two.
 _BOTH: Mapping[str, Types] = {"without_gradients": (list,)}
 _COMPARISON: Mapping[str, Types] = {
     "operator": _TEXT,

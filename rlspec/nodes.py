@@ -72,6 +72,18 @@ _ROUTINGS = {
 _KEYS = {"rope": ("", "keys"), "qk_norm": ("", "keys")}
 _SMALL = {"rms_norm": ("", "small"), "qk_norm": ("", "small keys")}
 _PRODUCTS = {"grouped_gemm": ("gate_up", "down")}
+# Forms since cases 3: options and dtypes with which the decoder calls an operator, in one profile or the other, and
+# that no form above has. "narrow": in the working dtype what is otherwise fp32; "fp32": the other way round.
+_OPTIONS = {
+    "rms_norm": ("rounded",),
+    "qk_norm": ("rounded keys",),
+    "rope": ("narrow keys",),
+    "residual_add": ("narrow",),
+    "lm_head": ("fp32",),
+    "logprob": ("fp32",),
+    "router": ("choice", "narrow", "narrow choice"),
+    "combine": ("narrow",),
+}
 
 
 def implemented(operator: str) -> tuple[str, ...]:
@@ -85,7 +97,12 @@ def implementation_of(operator: str, given: str | Mapping[str, str] | None) -> s
 
 
 def variants(operator: str, tier: Tier) -> tuple[str, ...]:
-    """The forms in which an operator is judged in a tier: projections, scales of logits, ways to route, else one."""
+    """The forms in which an operator is judged in a tier: those of its inputs, then those of its options."""
+    return (*_inputs(operator, tier), *(_OPTIONS.get(operator, ()) if tier.options else ()))
+
+
+def _inputs(operator: str, tier: Tier) -> tuple[str, ...]:
+    """Projections, scales of logits, ways to route, else one."""
     if operator == "det_gemm":
         return tier.projections
     if NODES[operator].family == "logprob":

@@ -1,15 +1,17 @@
 """The CUDA compiler, and what it made of `csrc/`: one shared object a source, in a cache of this user.
 
-An object is named after a digest of its source, all headers, the flags, the compiler's version and the architecture,
-so what has changed is another object, and an old one is never taken for it. A build writes beside the cache and
-renames, under a lock that keeps two processes from doing the same work. The record beside an object (`.json`) is
-renamed last: it holds the object's own digest and what ptxas said of registers and spills. An object without a record,
-or with another digest, is built again.
+An object is named after a digest of its source, all that it may include, the flags, the compiler's version and the
+architecture, so what has changed is another object, and an old one is never taken for it. For the same reason nvcc sees
+nothing of the environment but what it needs to start: `NVCC_APPEND_FLAGS` or `CPATH` would be in no name. A build
+writes beside the cache and renames, under a lock that keeps two processes from doing the same work; what a killed one
+leaves, the next removes. The record beside an object (`.json`) is renamed last: it holds the object's own digest and
+what ptxas said of registers and spills. An object without a record, or with another digest, is built again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -32,11 +34,15 @@ FLAGS = (
     *("-O3", "-std=c++17", "-lineinfo", "-shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v"),
     f"-gencode=arch=compute_{ARCHITECTURE.removeprefix('sm_')},code={ARCHITECTURE}",
 )
+_HOST_COMPILER = "NVCC_CCBIN"  # for machines whose own is too new for nvcc; part of an object's name
+_ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", _HOST_COMPILER)
+_PATIENCE = 60.0  # seconds for `nvcc --version`, which takes milliseconds
+_DRAFTS = ".build-"
 _PLACES = ("/usr/local/cuda/bin/nvcc", "/opt/cuda/bin/nvcc")
 
 
 class Unavailable(RunError):
-    """This machine cannot build or run CUDA kernels; the sentence says why. For specs: BLOCKED."""
+    """This machine cannot build, keep or run CUDA kernels; the sentence says why. For specs: BLOCKED."""
 
 
 class CompileError(RunError):
@@ -82,9 +88,10 @@ def key(name: str) -> str:
     """Digest of all that an object follows from. Raises Unavailable without nvcc, ValueError for an unknown source."""
     if name not in names():
         raise ValueError(f"csrc has no {name}.cu; it has: {', '.join(names()) or 'nothing'}")
-    digest = hashlib.sha256(repr((FLAGS, version(_compiler()))).encode())
-    for path in (SOURCES / f"{name}.cu", *sorted(SOURCES.glob("*.cuh"))):
-        digest.update(f"\0{path.name}\0".encode())
+    settings = (FLAGS, version(_compiler()), os.environ.get(_HOST_COMPILER))
+    digest = hashlib.sha256(repr(settings).encode())
+    for path in (SOURCES / f"{name}.cu", *_included()):
+        digest.update(f"\0{path.relative_to(SOURCES)}\0".encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:20]
 
@@ -92,12 +99,8 @@ def key(name: str) -> str:
 def built(name: str) -> Object | None:
     """The object in the cache that belongs to the source as it is, if it is there and whole."""
     path = _path(name)
-    try:
-        record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        whole = record["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-    except (FileNotFoundError, ValueError, KeyError):
-        return None
-    return Object(path, record["ptxas"]) if whole else None
+    with _usable_cache():
+        return _whole(path)
 
 
 def build(name: str) -> Object:
@@ -105,9 +108,11 @@ def build(name: str) -> Object:
     if found := built(name):
         return found
     path = _path(name)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with _locked(path.with_suffix(".lock")):
-        return built(name) or _compile(name, path)
+    with _usable_cache():
+        _folder()
+        with _locked(path.with_suffix(".lock")):
+            _sweep(path)
+            return _whole(path) or _compile(name, path)
 
 
 def usage(ptxas: str) -> dict[str, Usage]:
@@ -120,9 +125,12 @@ def state() -> str:
     """One line for `doctor`."""
     try:
         release = re.search(r"release ([\d.]+)", version(_compiler()))
+        ready = sum(built(name) is not None for name in names())
+        if ready < len(names()):
+            with _usable_cache():
+                _folder()
     except Unavailable as error:
         return f"{error}; implementation cuda is BLOCKED here"
-    ready = sum(built(name) is not None for name in names())
     compiler = f"nvcc {release[1]}" if release else "nvcc"
     return f"{ready} of {len(names())} sources built in {cache()}, by {compiler} for {ARCHITECTURE}"
 
@@ -140,11 +148,13 @@ def _usage(text: str) -> Usage:
 
 @functools.cache
 def version(compiler: str) -> str:
-    """What the compiler says of itself, asked once a process. Raises Unavailable if it cannot be started."""
+    """What the compiler says of itself, asked once a process. Raises Unavailable if it cannot be started, or hangs."""
     try:
-        done = subprocess.run([compiler, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = _run([compiler, "--version"], _environment(), _PATIENCE)
     except OSError as error:
         raise Unavailable(f"{compiler} cannot be started: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise Unavailable(f"{compiler} --version said nothing for {error.timeout:g} s") from error
     if done.returncode:
         raise Unavailable(f"{compiler} --version ended with {done.returncode}: {(done.stdout + done.stderr).strip()}")
     return done.stdout
@@ -156,16 +166,75 @@ def _compiler() -> str:
     raise Unavailable("CUDA kernels are built with nvcc, and there is none on PATH or in CUDA_HOME")
 
 
+def _environment() -> dict[str, str]:
+    return {"LC_ALL": "C", **{name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}}
+
+
+def _run(argv: list[str], environment: dict[str, str], patience: float | None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment, timeout=patience
+    )
+
+
+def _included() -> list[Path]:
+    """All that a source may include: any file but other sources and what is to be read by people."""
+    files = (path for path in SOURCES.rglob("*") if path.suffix not in (".cu", ".md") and path.is_file())
+    return sorted(path for path in files if not path.name.startswith("."))
+
+
 def _path(name: str) -> Path:
     return cache() / f"{name}-{key(name)}.so"
 
 
+def _folder() -> None:
+    cache().mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not os.access(cache(), os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@contextlib.contextmanager
+def _usable_cache() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        why = f"{cache()}, where CUDA kernels are kept, cannot be used ({error.strerror}): set XDG_CACHE_HOME"
+        raise Unavailable(why) from error
+
+
+def _whole(path: Path) -> Object | None:
+    try:
+        record = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except (FileNotFoundError, ValueError):
+        return None
+    if not isinstance(record, dict) or record.get("sha256") != digest:
+        return None
+    ptxas = record.get("ptxas")
+    return Object(path, ptxas) if isinstance(ptxas, str) else None
+
+
+def _sweep(path: Path) -> None:
+    """Remove the drafts of builds that were killed: those of this object, whose lock is ours, and of unlocked ones."""
+    for draft in path.parent.glob(f"{_DRAFTS}*.so-*"):
+        stem = draft.name.removeprefix(_DRAFTS).partition(".so-")[0]
+        if stem == path.stem or not _busy(path.parent / f"{stem}.lock"):
+            shutil.rmtree(draft, ignore_errors=True)  # a compiler that outlived its builder may still write there
+
+
+def _busy(lock: Path) -> bool:
+    with lock.open("a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def _compile(name: str, path: Path) -> Object:
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{_DRAFTS}{path.name}-") as folder:
         draft = Path(folder) / path.name
         argv = [_compiler(), *FLAGS, "-o", str(draft), str(SOURCES.resolve() / f"{name}.cu")]
-        environment = {**os.environ, "TMPDIR": folder}  # what a killed nvcc leaves goes with the folder
-        done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment)
+        done = _run(argv, {**_environment(), "TMPDIR": folder}, None)  # what a killed nvcc leaves goes with the folder
         said = (done.stdout + done.stderr).strip()
         if done.returncode:
             raise CompileError(f"nvcc refused csrc/{name}.cu (exit {done.returncode}):\n{said}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,22 +14,29 @@ import rlspec
 from rlspec import (
     arms,
     chain_records,
+    differing,
     launch,
     machine,
     measurements,
-    plan,
     provenance,
     records,
     render,
     reports,
     repository,
+    resuming,
     reuse,
     runs,
+    surroundings,
 )
 from rlspec import contract as contracts
 from rlspec.checks import CHECKS, chain, operators
 from rlspec.errors import RunError, SpecError
+from rlspec.interrupts import postponed
 from rlspec.model import Document, Result, Spec, Step, Verdict
+
+
+class NothingRan(launch.Interrupted):
+    """A signal came before a new run had begun, so that there is none to go on with."""
 
 
 def resolve_revisions(spec: Spec) -> tuple[Path | None, dict[str, str]]:
@@ -50,6 +58,8 @@ def check(document: Document, options: arms.Options) -> tuple[Spec, contracts.Co
     spec = CHECKS[document.data["kind"]].parse(document)
     contract = contracts.load(spec.contract, spec.path.parent)
     _known_arms(spec, options)
+    if not (options.from_run or options.resume or options.retry_errors):  # else it is not known yet what will run
+        arms.require_declared(spec, os.environ, options.arms or None)
     _earlier(spec, options, runs.root(Path.cwd().resolve()))
     blocked = chain.unmet(spec) if spec.chain else machine.unmet(spec.requires)
     if not blocked:
@@ -66,31 +76,45 @@ def run(document: Document, options: arms.Options, stream: TextIO) -> dict[str, 
         return _blocked(spec, contract, blocked, options)
     with launch.signals(), contextlib.ExitStack() as stack:
         notes: list[str] = []
-        base = runs.root(Path.cwd().resolve())
-        top, commits = _enter_repository(spec, stack, notes, base)
-        earlier = _earlier(spec, options, base)
-        going_on = earlier if options.resume or options.retry_errors else None
-        folder = going_on or runs.create(base, spec.kind, spec.model, spec.path.stem)
-        stack.enter_context(folder.lock("run"))
-        if going_on:
-            spec, commits = _as_planned(spec, going_on, commits, options)
-        session = arms.Session(
-            spec=spec,
-            contract=contract,
-            folder=folder,
-            options=options,
-            stream=stream,
-            commits=commits,
-            repository=top,
-            notes=notes,
-            earlier=earlier,
-        )
+        going_on = fresh = session = None
         try:
+            base = runs.root(Path.cwd().resolve())
+            top, commits = _enter_repository(spec, stack, notes, base)
+            earlier = _earlier(spec, options, base)
+            going_on = earlier if options.resume or options.retry_errors else None
+            if going_on is None:
+                fresh = runs.create(base, spec.kind, spec.model, spec.path.stem)
+            folder = going_on or fresh
+            assert folder is not None
+            stack.enter_context(folder.lock("run"))
+            if going_on:
+                spec, commits, moved = resuming.as_planned(spec, going_on, commits, options)
+                notes += moved
+            session = arms.Session(
+                spec=spec,
+                contract=contract,
+                folder=folder,
+                options=options,
+                stream=stream,
+                commits=commits,
+                repository=top,
+                notes=notes,
+                earlier=earlier,
+            )
             return _whole(session)
-        except SpecError:
-            if not session.begun and not going_on:
-                runs.discard(session.folder)
+        except (SpecError, launch.Interrupted) as error:
+            if going_on is None and (session is None or not session.begun):
+                _take_back(fresh, error)
             raise
+
+
+def _take_back(folder: runs.Folder | None, error: BaseException) -> None:
+    """Leave nothing of a run in which nothing ran. Raises NothingRan after a signal."""
+    if folder is not None:
+        with postponed():
+            runs.discard(folder)
+    if isinstance(error, launch.Interrupted):
+        raise NothingRan(error.signum) from None
 
 
 def _whole(session: arms.Session) -> dict[str, Any]:
@@ -99,6 +123,9 @@ def _whole(session: arms.Session) -> dict[str, Any]:
     steps = _steps(session)
     _write_plan(session, steps)
     reuse.take_over(session, steps)
+    session.notes += arms.require_declared(
+        session.spec, os.environ, [step.arm.name for step in _wanted(session, steps)]
+    )
     return _execute_all(session, steps)
 
 
@@ -131,33 +158,6 @@ def _earlier(spec: Spec, options: arms.Options, base: Path) -> runs.Folder | Non
     if earlier is None:
         raise SpecError(f"{spec.path} has no earlier run to go on with; leave out --resume and --retry-errors")
     return earlier
-
-
-def _as_planned(
-    spec: Spec, folder: runs.Folder, commits: dict[str, str], options: arms.Options
-) -> tuple[Spec, dict[str, str]]:
-    """A run that goes on keeps the commits and the added arms of its plan. Raises SpecError if the spec changed."""
-    planned = runs.load(folder.plan, "plan")
-    if planned["spec"]["data"] != spec.data:
-        before = planned.get("overrides", [])
-        if before != list(options.overrides):
-            raise SpecError(f"{folder.name} was started with {_sets(before)}, not with {_sets(options.overrides)}")
-        raise SpecError(f"{spec.path} has changed since {folder.name}; start a new run, or use --from {folder.name}")
-    for arm in planned["arms"]:
-        if arm.get("revision") and arm.get("commit"):
-            commits = {**commits, arm["revision"]: arm["commit"]}
-    return with_added(spec, planned), commits
-
-
-def _sets(overrides: Sequence[str]) -> str:
-    return " ".join(f"--set {text}" for text in overrides) or "no --set"
-
-
-def with_added(spec: Spec, planned: Mapping[str, Any]) -> Spec:
-    for arm in planned["arms"]:
-        if arm.get("added") and arm["name"] not in [known.name for known in spec.arms]:
-            spec = dataclasses.replace(spec, arms=(*spec.arms, plan.base_copy(spec)))
-    return spec
 
 
 def _steps(session: arms.Session) -> tuple[Step, ...]:
@@ -239,6 +239,7 @@ def _execute_all(session: arms.Session, steps: Sequence[Step]) -> dict[str, Any]
         session.say(f"{', '.join(failed)} failed; `rlspec run {session.spec.path} --retry-errors` tries again")
     if session.trees is not None:  # complete only now that the trees are undone
         session.notes += session.trees.notes
+    session.notes += _unused(session, steps) + arms.leftovers(session)
     report = reports.build(
         session.spec,
         session.contract,
@@ -251,6 +252,19 @@ def _execute_all(session: arms.Session, steps: Sequence[Step]) -> dict[str, Any]
     report["overrides"] = list(session.options.overrides)
     report["notes"] = session.notes + report["notes"]
     return report
+
+
+def _unused(session: arms.Session, steps: Sequence[Step]) -> list[str]:
+    """What differs between the commits and was not used, as far as it was observed."""
+    if session.repository is None or arms.installs(session.spec):
+        return []
+    states = [session.states.get(step.arm.name) or {} for step in steps if step.commit]
+    seen = [state.get("observed") if state.get("status") == "done" else None for state in states]
+    try:
+        names = differing.between(session.repository, session.commits.values())
+    except RunError:  # all arms are those of an earlier run, whose commits are gone
+        return []
+    return differing.remarks(names, seen, bool(session.spec.build))
 
 
 def _until_settled(
@@ -281,7 +295,7 @@ def _until_settled(
 
 
 def _open_question(made: Sequence[Verdict]) -> str:
-    unsure = next((v for status in ("INVESTIGATE", "FAIL") for v in made if v.status == status), made[0])
+    unsure = next((v for status in ("INVESTIGATE", "FAIL", "ERROR") for v in made if v.status == status), made[0])
     return f"{unsure.subject} is {unsure.status}"
 
 
@@ -291,9 +305,7 @@ def _failed(session: arms.Session) -> bool:
 
 def _execute(session: arms.Session, steps: Sequence[Step], stack: contextlib.ExitStack) -> None:
     options = session.options
-    wanted = [s for s in steps if s.arm.name not in session.states]
-    if options.arms:
-        wanted = [s for s in wanted if s.arm.name in options.arms or not s.argv]
+    wanted = _wanted(session, steps)
     if wanted and session.commits and session.trees is None:
         assert session.repository is not None
         needed = list(dict.fromkeys(s.commit for s in wanted if s.commit))
@@ -313,6 +325,13 @@ def _execute(session: arms.Session, steps: Sequence[Step], stack: contextlib.Exi
         stopped = state["status"] != "done" and (not options.keep_going or bool(state.get("halt")))
 
 
+def _wanted(session: arms.Session, steps: Sequence[Step]) -> list[Step]:
+    """What is to run: all that is open, or the arms that were asked for; a file that is given is always read."""
+    open_ones = [step for step in steps if step.arm.name not in session.states]
+    only = session.options.arms
+    return [step for step in open_ones if not only or step.arm.name in only or not step.argv]
+
+
 def _reader(spec: Spec) -> list[Any]:
     """What reads an arm, as far as an arm of another run must agree in it."""
     if spec.trainer is None:
@@ -329,7 +348,8 @@ def judge_states(
     spec: Spec, contract: contracts.Contract, steps: Sequence[Step], states: Mapping[str, Mapping[str, Any]]
 ) -> list[Verdict]:
     """Verdicts of a run from what its arms left on disk."""
-    return CHECKS[spec.kind].judge(spec, results_of(spec, steps, states), contract)
+    made = CHECKS[spec.kind].judge(spec, results_of(spec, steps, states), contract)
+    return surroundings.noted(made, steps, states) if spec.trainer else made
 
 
 def results_of(spec: Spec, steps: Sequence[Step], states: Mapping[str, Mapping[str, Any]]) -> list[Result]:

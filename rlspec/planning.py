@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from rlspec import chains, launch, nodes, pipeline, plan, render, runs, schema, workloads
+from rlspec import chain_sizes, chains, launch, nodes, pipeline, plan, render, runs, schema, workloads
 from rlspec import contract as contracts
 from rlspec.checks import CHECKS, chain, common, operators
 from rlspec.errors import SpecError
@@ -86,15 +86,15 @@ def _workload(spec: Spec) -> str:
 
 
 def _chain(spec: Spec) -> dict[str, str]:
-    asked, sizes = chains.asked(workloads.of(spec.workload)), chains.sizes(spec.chain["model"])
+    asked, model = chains.asked(workloads.of(spec.workload)), chain_sizes.of(spec.chain["model"])
     given = {key: value for key, value in spec.chain["weights"].items() if key != "pins"}
-    due = sum(1 for _ in chains.expected(asked, sizes, [j.check for j in spec.judgments], spec.chain["cells"]))
-    need = chains.memory(asked, sizes, bits=32 if spec.dtype == "fp32" else 16)
+    due = sum(1 for _ in chains.expected(asked, model, [j.check for j in spec.judgments], spec.chain["cells"]))
+    need = chain_sizes.memory(asked, model, bits=32 if spec.dtype == "fp32" else 16)
     return {
         "workload": _workload(spec),
         "cells": ", ".join(cell.name for cell in chains.cells(asked, spec.chain["cells"])),
         "decode": ", ".join(case.name for case in asked.decode),
-        "weights": f"{_flat(given)}; {sizes.count:,} in {len(sizes.parameters)} tensors",
+        "weights": f"{_flat(given)}; {model.parameter_count():,} in {len(model.parameter_shapes())} tensors",
         "rounding": f"profile {spec.chain['profile']}, {spec.dtype}",
         "comparisons": f"{due:,} an arm",
         "memory": f"at least {need.least / 2**30:.0f} GiB on the device, {need.resident / 2**30:.0f} GiB to say of "

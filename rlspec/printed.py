@@ -78,5 +78,12 @@ def last_digit(text: str, value: float) -> tuple[int, int] | None:
     return int(exponent or 0) - len(fraction), len((whole + fraction).lstrip("+-0"))
 
 
+def form(text: str) -> tuple[bool, int, int]:
+    """Whether a printed number has an exponent, and how many digits stand before and after its point."""
+    mantissa, _, exponent = _bare(text).replace(",", "").lstrip("+-").lower().partition("e")
+    whole, _, fraction = mantissa.partition(".")
+    return bool(exponent), len(whole), len(fraction)
+
+
 def _bare(text: str) -> str:
     return text.strip().strip("'\"").strip()

@@ -134,13 +134,13 @@ def wrong_imports(provenance: Mapping[str, Any], tree: Path, repo: Path, *, requ
             continue
         expected = next((place for place in _homes(tree, name) if place.exists()), None)
         for file in map(Path, files):
-            copied = expected is not None and (not file.is_relative_to(tree) or _installed(file, tree))
+            copied = expected is not None and (not file.is_relative_to(tree) or installed(file, tree))
             if copied or _strays(file, tree, repo):
-                return _sentence(f"{name} was imported", file, tree, repo)
+                return sentence(f"{name} was imported", file, tree, repo)
     ran = [Path(file) for file in provenance["main"] or () if file != provenance["run_file"]]
     for verb, files in (("was run", ran), ("was imported", map(Path, provenance["files"]))):
         if stray := next((file for file in files if _strays(file, tree, repo)), None):
-            return _sentence(f"{stray.stem} {verb}", stray, tree, repo)
+            return sentence(f"{stray.stem} {verb}", stray, tree, repo)
     return None
 
 
@@ -149,7 +149,7 @@ def unused_tree(provenance: Mapping[str, Any], tree: Path) -> str | None:
     if provenance["imported"] is None:
         return None
     seen, root = {*provenance["files"], *(provenance["main"] or ())} - {provenance["run_file"]}, tree.resolve()
-    if any(file.is_relative_to(root) and not _installed(file, root) for file in map(Path, seen)):
+    if any(file.is_relative_to(root) and not installed(file, root) for file in map(Path, seen)):
         return None
     return (
         f"no Python file of {tree} was run or imported, so what ran does not depend on the commit: is the package "
@@ -208,7 +208,7 @@ def _homes(tree: Path, name: str) -> tuple[Path, ...]:
     return tuple(base / leaf for base in (tree, tree / "src") for leaf in (f"{name}/__init__.py", f"{name}.py"))
 
 
-def _installed(file: Path, tree: Path) -> bool:
+def installed(file: Path, tree: Path) -> bool:
     """A copy in an environment that itself lies in the tree."""
     return not INSTALLED.isdisjoint(file.relative_to(tree).parts)
 
@@ -218,7 +218,8 @@ def _strays(file: Path, tree: Path, repo: Path) -> bool:
     return inside and INSTALLED.isdisjoint(file.relative_to(repo).parts)
 
 
-def _sentence(what: str, file: Path, tree: Path, repo: Path) -> str:
+def sentence(what: str, file: Path, tree: Path, repo: Path) -> str:
+    """That a file is not of the arm's tree, and what to do."""
     if not INSTALLED.isdisjoint(file.parts):
         cause = "a copy is installed there; uninstall it"
     elif tree == repo:

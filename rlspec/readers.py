@@ -17,6 +17,7 @@ GRADIENT_NORMS = (
     *("gradient-norm", "grad_norm", "grad norm", "grad-norm", "gradient_norm"),
     *("train/gradient-norm", "train/grad_norm", "actor/grad_norm", "optim/total grad norm"),
 )
+LOSSES = ("loss", "cross-entropy-loss", "lm loss", "lm_loss", "CE loss", "pg_loss", "global_avg_loss", "train_loss")
 _UNITS = {"step_time": "s", "throughput": "tokens/s", "peak_memory": "GiB"}
 
 
@@ -41,6 +42,11 @@ class Reader:
     sentinel: str = ""
     folders: bool = False
     repeats: str = "a resumed run: keep one copy of these steps"
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """Those of `metrics` of which a run has at least one: the training losses, by the names of several trainers."""
+        return tuple(metric for metric in self.metrics if metric.rpartition("/")[2] in LOSSES)
 
     @property
     def units(self) -> str:

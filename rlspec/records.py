@@ -47,7 +47,7 @@ def _lines(run: Run, reader: str) -> Iterator[dict[str, Any]]:
     at = {name: dict(zip(series.steps, series.values, strict=True)) for name, series in run.series.items()}
     steps = sorted({step for values in at.values() for step in values})
     for step in steps:
-        metrics = {name: _encode(values[step]) for name, values in at.items() if step in values}
+        metrics = {name: number(values[step]) for name, values in at.items() if step in values}
         line: dict[str, Any] = {"record": "step", "step": step, "metrics": metrics}
         if step in run.data:
             line["data"] = run.data[step]
@@ -55,7 +55,8 @@ def _lines(run: Run, reader: str) -> Iterator[dict[str, Any]]:
     yield {"record": "end", "steps": len(steps)}
 
 
-def _encode(value: float) -> float | str:
+def number(value: float) -> float | str:
+    """As JSON holds it: what is not finite as text."""
     return value if math.isfinite(value) else repr(value)
 
 

@@ -12,8 +12,8 @@ import rlspec
 from rlspec import contract as contracts
 from rlspec import measurements, plan, runs, verdicts, workloads
 from rlspec.checks import chain, operators
-from rlspec.errors import RunError
-from rlspec.model import Expect, Result, Row, Spec, Step, Verdict
+from rlspec.errors import BLOCKED, ERROR, FAIL, INVESTIGATE, OK, RunError
+from rlspec.model import Expect, Result, Row, Spec, Status, Step, Verdict
 
 CACHES = ("_CACHE_DIR", "_CACHE_PATH", "_CACHE_ROOT")  # how variables end that name the place of a cache
 
@@ -80,11 +80,23 @@ def build(
 
 
 def unedited(path: Path, report: Mapping[str, Any]) -> None:
-    """Raise RunError if a report does not agree with itself: outcome and verdicts, seal and numbers."""
-    if report["outcome"] != verdicts.worst(one["status"] for one in report["verdicts"]):
+    """Raise RunError if a report does not agree with itself: outcome, exit code and verdicts, seal and numbers."""
+    statuses = [one["status"] for one in report["verdicts"]]
+    if report["outcome"] != verdicts.worst(statuses):
         raise RunError(f"{path} has been edited since: its outcome {report['outcome']} is not that of its verdicts")
+    if report["exit_code"] not in _exit_codes(statuses, report["expect"]):
+        raise RunError(f"{path} has been edited since: its exit code {report['exit_code']} is not that of its verdicts")
     if "seal" in report:
         sealed(path, report)
+
+
+def _exit_codes(statuses: Sequence[Status], expect: Mapping[str, Any] | None) -> set[int]:
+    """What a run with these verdicts may have exited with; options allow INVESTIGATE and BLOCKED."""
+    code = verdicts.exit_code(statuses)
+    if expect is not None:
+        met = expect["met"] and expect["status"] == verdicts.worst(statuses)
+        code = _held(code, met=met)
+    return {code, OK} if code in (INVESTIGATE, BLOCKED) else {code}
 
 
 def sealed(path: Path, report: Mapping[str, Any]) -> None:
@@ -222,7 +234,10 @@ def expected(spec: Spec, report: dict[str, Any]) -> dict[str, Any]:
             problems.append(f"expected the category {want.category}, got {', '.join(sorted(seen)) or 'none'}")
     if want.at is not None:
         problems += _elsewhere(want, report)
-    code = report["exit_code"]
     report["expect"] = {"status": want.status, "met": not problems, "problems": problems}
-    report["exit_code"] = 0 if not problems else code if code in (4, 5) else 1
+    report["exit_code"] = _held(report["exit_code"], met=not problems)
     return report
+
+
+def _held(code: int, *, met: bool) -> int:
+    return OK if met else code if code in (ERROR, BLOCKED) else FAIL

@@ -1,17 +1,25 @@
-"""Arms of an earlier run that need not run again: the same run file, commit, command and environment."""
+"""Arms of an earlier run that need not run again: same run file, commit, command, environment, tokens, weights."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
-from rlspec import provenance, runs
+from rlspec import checkouts, inputs, provenance, runs, snapshot
 from rlspec.arms import Session
+from rlspec.changes import listed
 from rlspec.errors import SpecError
 from rlspec.model import Step
 from rlspec.reports import digest
+
+# Texts and pictures, which hardly a trainer reads: that one changed is told, and costs no arm.
+UNREAD = frozenset(
+    ("", ".txt", ".log", ".adoc", ".org", ".tex", ".bib", ".html", ".css", ".pdf", ".png", ".jpg", ".jpeg", ".gif")
+    + (".svg", ".ipynb", ".lock", ".patch", ".diff")
+)
 
 
 def take_over(session: Session, steps: Sequence[Step]) -> None:
@@ -21,19 +29,41 @@ def take_over(session: Session, steps: Sequence[Step]) -> None:
         return
     planned = _planned(earlier)
     mine = {arm["name"]: arm for arm in runs.load(session.folder.plan, "plan")["arms"]}
+    reasons = {
+        step.arm.name: _not_reusable(session, step, earlier, planned.get(step.arm.name), mine[step.arm.name])
+        for step in steps
+        if step.arm.name not in session.options.arms and step.arm.name not in session.states and step.argv
+    }
+    kept = _kept(session, earlier, planned, reasons)
     for step in steps:
         name = step.arm.name
-        if name in session.options.arms or name in session.states or not step.argv:
+        if name not in reasons:
             continue
-        reason = _not_reusable(session, step, earlier, planned.get(name), mine[name])
-        if reason is None:
+        reason = reasons[name]
+        if reason is None or name in kept:
             session.states[name] = _copy(session, step, earlier)
-            if step.commit is None and session.states[name].get("code_digest") is None:
+            if reason is not None:
+                session.say(f"{name}: stays as it ran, though {reason}: an arm failed, and --retry-errors runs both")
+            elif step.commit is None and session.states[name].get("code_digest") is None:
                 session.notes.append(f"{name} is taken from {earlier.name}; what code it ran was not observed")
         elif session.options.arms:
             raise SpecError(f"arm {name} of {earlier.name} cannot be used: {reason}; run it again with --arm {name}")
         elif reason != "it has not run":
             session.say(f"{name}: runs again, since {reason}")
+
+
+def _kept(
+    session: Session, earlier: runs.Folder, planned: Mapping[str, Any], reasons: Mapping[str, str | None]
+) -> set[str]:
+    """Arms that are done and stay, since `--resume` starts nothing behind an arm that failed, nor runs that again."""
+    if earlier != session.folder or session.options.keep_going or session.options.arms:
+        return set()
+    paths = {
+        name: earlier.workspace / f"{planned[name]['stem']}.provenance.json" for name in reasons if name in planned
+    }
+    status = {name: runs.load(path).get("status") for name, path in paths.items() if path.exists()}
+    stopped = any(reasons[name] is None and one != "done" for name, one in status.items())
+    return {name for name, one in status.items() if stopped and one == "done"}
 
 
 def _not_reusable(
@@ -63,8 +93,12 @@ def _not_reusable(
             return text
     if _without(planned["argv"], earlier) != _without(mine["argv"], session.folder):
         return "the command differs"
-    if planned.get("commit") is None and _changed(state, earlier):
-        return "the code that it ran has changed"
+    if planned.get("commit") is None and (changed := _changed(session, state, earlier)):
+        return changed
+    if apart := _beside(state, earlier):
+        return f"{listed(apart, 3)}, outside its tree, changed since then"
+    if state.get("inputs") != inputs.seen(session.spec, step.arm):
+        return "its tokens or weights are not known to be those that it had"
     path = earlier.workspace / f"{planned['stem']}.records.jsonl"
     if state.get("records_digest") and (not path.exists() or digest(path) != state["records_digest"]):
         return f"{path.name} is not what the arm wrote"
@@ -84,10 +118,33 @@ def _planned(earlier: runs.Folder) -> dict[str, Any]:
     return found
 
 
-def _changed(state: Mapping[str, Any], earlier: runs.Folder) -> bool:
+def _changed(session: Session, state: Mapping[str, Any], earlier: runs.Folder) -> str | None:
+    """What of the work tree that an arm ran is not as it was; None for an arm that kept nothing of it."""
     before: str | None = state.get("code_digest")
-    seen = state.get("observed") or {}
-    return before is not None and provenance.code_digest(seen, earlier.move(state).path) != before
+    move, own = earlier.move(state), state.get("written") or ()
+    seen = checkouts.without(state.get("observed") or {}, own)
+    if before is not None and provenance.code_digest(seen, move.path) != before:
+        return "the code that it ran has changed"
+    if state.get("checkout") is None:
+        return None
+    top, _ = snapshot.top_of(checkouts.folder(session.spec))
+    found = checkouts.changed(session.spec, top, state["checkout"], move.value(seen))
+    if found is None:
+        return "the commit that was checked out is gone, so what has changed since cannot be told"
+    wrote = {move.path(file) for file in own}
+    found = [name for name in found if top / name not in wrote]
+    if read := [name for name in found if PurePath(name).suffix not in UNREAD]:
+        return f"{listed(read, 3)} changed since then"
+    if found:
+        session.notes.append(f"{listed(found, 3)} changed since {state['arm']} of {earlier.name} ran")
+    return None
+
+
+def _beside(state: Mapping[str, Any], earlier: runs.Folder) -> list[str]:
+    """Files that an arm with a revision ran outside its tree and that are not as they were."""
+    move = earlier.move(state)
+    places = {name: move.path(name) for name in state.get("beside") or ()}
+    return [name for name, path in places.items() if not path.is_file() or digest(path) != state["beside"][name]]
 
 
 def _without(argv: Sequence[str], folder: runs.Folder) -> list[str]:

@@ -83,8 +83,8 @@ RULES: dict[str, Rule] = {
         "kind: correctness",
     ),
     "RL201": Rule(
-        "models, contracts and readers that a spec names exist",
-        "Names are looked up in the nearest folder above with models/ or contracts/, then in the shipped ones.",
+        "models, workloads, contracts, pins and readers that a spec names exist",
+        "Names are looked up in the nearest folder above with models/, workloads/ or contracts/, then in the shipped.",
         "model: qwen3-30b-a3",
         "model: qwen3-30b-a3b",
     ),
@@ -294,7 +294,8 @@ RULES: dict[str, Rule] = {
     ),
     "RL305": Rule(
         "engines have weights that they can load",
-        "Seeded weights have the shapes of the spec's model and are made in the arm; vLLM and SGLang load files alone.",
+        "Seeded weights have the shapes of the spec's model and are made in the arm; vLLM and SGLang load files alone. "
+        "The config.json beside files is of the model that the spec names, and of one model where there are two.",
         "weights: {source: seeded, seed: 1}  # and engine: vllm",
         "weights: {source: huggingface, path: models/Qwen3-8B}",
     ),
@@ -312,7 +313,8 @@ RULES: dict[str, Rule] = {
     ),
     "RL312": Rule(
         "an implementation is one of the catalogue, or module:table",
-        "What is judged must be found before anything runs; a name without a colon is one that rlspec ships.",
+        "What is judged must be found before anything runs; a name without a colon is one that rlspec ships. A table "
+        "that is written out must name the operators.",
         "arms: [{name: mine, implementation: my_kernels}]",
         "arms: [{name: mine, implementation: 'my_kernels:table'}]",
     ),
@@ -325,7 +327,8 @@ RULES: dict[str, Rule] = {
     ),
     "RL314": Rule(
         "the workload's layouts can differ from the canonical one",
-        "A layout that is the canonical one under another name compares a thing with itself and is always green.",
+        "A layout that is the canonical one under another name compares a thing with itself and is always green. "
+        "Decode cases must read from the cache, behind its first page.",
         "{name: primary, samples: [s0], layouts: [permuted]}",
         "{name: primary, samples: [s0, s1], permutation: [1, 0], layouts: [permuted]}",
     ),
@@ -334,6 +337,13 @@ RULES: dict[str, Rule] = {
         "A dense model routes to no experts, so there is nothing to judge.",
         "model: qwen3-8b\noperators: [router]",
         "model: qwen3-30b-a3b\noperators: [router]",
+    ),
+    "RL316": Rule(
+        "a judgment across arms has a second arm, and gradients to compare",
+        "An arm that is held against the first one would otherwise be held against nothing, and pass; gradients that "
+        "no judgment asks for are not measured, and none would be compared.",
+        "judgments: [gradient_accuracy, cross_arm_invariance]\narms: [{name: triton, implementation: triton}]",
+        "judgments: [gradient_accuracy, cross_arm_invariance]\narms: [{name: triton, …}, {name: cuda, …}]",
     ),
     "RL401": Rule(
         "a contract has one row for one key",

@@ -19,6 +19,7 @@ from rlspec.errors import RunError, SpecError
 from rlspec.mounts import Move
 
 _GZIP = b"\x1f\x8b"
+_NAMED = re.compile(r"\d{8}T\d{6}Z-")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -139,10 +140,33 @@ def discard(folder: Folder) -> None:
 
 
 def folders(base: Path) -> Iterator[Folder]:
-    """All run folders below a root, oldest first; also those without a plan, in which nothing ran."""
-    found = [path for path in (base / "workspace").glob("validate-*/*/*") if path.is_dir() and not path.is_symlink()]
-    for workspace in sorted(found, key=lambda path: path.name):
-        yield _of(workspace)
+    """All run folders below a root, oldest first; also those without a plan, in which nothing ran.
+
+    A folder of the user's among them is none: without a plan, it must have a run's name and hold nothing of others.
+    """
+    for workspace in sorted((base / "workspace").glob("validate-*/*/*"), key=lambda path: path.name):
+        if workspace.is_dir() and not workspace.is_symlink() and _is_run(workspace):
+            yield _of(workspace)
+
+
+def _is_run(workspace: Path) -> bool:
+    named = _NAMED.match(workspace.name) is not None
+    if (workspace / "plan.json").is_file():
+        return named or _has_plan(workspace)
+    return named and all(map(_is_ours, workspace.iterdir()))
+
+
+def _is_ours(path: Path) -> bool:
+    """A run file, a lock, a plan that was cut off, or a worktree."""
+    return path.suffix == ".py" or path.name in ("lock", ".plan.json.partial") or (path / ".git").is_file()
+
+
+def _has_plan(workspace: Path) -> bool:
+    """Of a run that the user gave another name."""
+    try:
+        return {"rlspec", "arms"} <= load(workspace / "plan.json").keys()
+    except RunError:
+        return False
 
 
 def all_of(base: Path) -> Iterator[Folder]:

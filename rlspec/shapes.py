@@ -20,22 +20,24 @@ JSON_NUMBER = r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?"
 class Shape:
     """`pattern` matches every line; its groups are the values of `names` in order, then the text of another line.
 
-    One of the names is `step`, empty in another line; `exponents` are names whose numbers have exponents.
+    One of the names is `step`, empty in another line; `exponents` are names whose numbers have exponents, `empty` those
+    that stand in the lines without a value.
     """
 
     pattern: re.Pattern[str]
     names: tuple[str, ...]
     exponents: frozenset[str]
+    empty: frozenset[str]
 
 
-def shape_of(text: str, parts: Iterable[str], values: Mapping[str, str]) -> Shape | None:
+def shape_of(text: str, parts: Iterable[str], values: Mapping[str, str], empty: Iterable[str] = ()) -> Shape | None:
     """A shape from the parts of a pattern and the values that its groups have in `text`; None if they do not fit."""
     pattern = re.compile(f"^(?:{''.join(parts)}|(.*))$", re.MULTILINE | re.ASCII)
     found = pattern.match(text)
     if found is None or found.groups() != (*values.values(), None):
         return None
     exponents = frozenset(name for name, value in values.items() if "e" in value.lower())
-    return Shape(pattern, tuple(values), exponents)
+    return Shape(pattern, tuple(values), exponents, frozenset(empty))
 
 
 def loose(text: str) -> str:

@@ -95,30 +95,41 @@ def node(arguments: argparse.Namespace) -> int:
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     step = {key: os.environ.get(f"SLURM_{key.upper()}") for key in ("job_id", "step_id")}
     _save(folder / f"started-{place}.json", {"node": name, **step})
-    first, port = _rendezvous(folder, place == "0")
-    python, *rest = arguments.command
-    command = [python, "-m", "torch.distributed.run", "--nnodes", str(arguments.nodes),
-               "--nproc-per-node", str(arguments.processes), "--rdzv-id", arguments.token, "--rdzv-backend", "c10d",
-               "--rdzv-endpoint", f"{first}:{port}", "--local-addr", name, *rest]  # fmt: skip
-    child = subprocess.Popen(command)
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda received, frame: child.send_signal(received))
-    returncode = child.wait()
+    with _held_port() as held:  # until this node's part is over
+        first, port = _rendezvous(folder, held.getsockname()[1] if place == "0" else None)
+        returncode = _torchrun(arguments, name, f"{first}:{port}")
     _save(folder / f"ended-{place}.json", {"node": name, "returncode": returncode})
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def _rendezvous(folder: Path, is_first: bool) -> tuple[str, int]:
-    """The first node of the step and a port that is free there."""
+def _torchrun(arguments: argparse.Namespace, name: str, endpoint: str) -> int:
+    python, *rest = arguments.command
+    command = [python, "-m", "torch.distributed.run", "--nnodes", str(arguments.nodes),
+               "--nproc-per-node", str(arguments.processes), "--rdzv-id", arguments.token, "--rdzv-backend", "c10d",
+               "--rdzv-endpoint", endpoint, "--local-addr", name, *rest]  # fmt: skip
+    child = subprocess.Popen(command)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda received, frame: child.send_signal(received))
+    return child.wait()
+
+
+def _held_port() -> socket.socket:
+    """Bound to a free port: torchrun, whose store asks for SO_REUSEADDR, too, can listen there, and nobody gets it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
+
+
+def _rendezvous(folder: Path, port: int | None) -> tuple[str, int]:
+    """The first node of the step, and its port, which that node gives."""
     file = folder / "rendezvous.json"
-    if is_first:
+    if port is not None:
         nodes = subprocess.run(
             ["scontrol", "show", "hostnames", os.environ["SLURM_STEP_NODELIST"]],
             capture_output=True, text=True, check=True,
         ).stdout.split()  # fmt: skip
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            _save(file, {"host": nodes[0], "port": probe.getsockname()[1], "nodes": nodes})
+        _save(file, {"host": nodes[0], "port": port, "nodes": nodes})
     until = time.monotonic() + PORT_WAIT
     while (found := _load(file)) is None:
         if time.monotonic() > until:
@@ -280,9 +291,9 @@ class Run:
         elif not started and now - begun > self.queue_limit:
             why = f" ({self.pending})" if self.pending not in ("", "None") else ""
             wanted = f"{self.arguments.nodes} nodes" if self.arguments.nodes > 1 else "a node"
-            self.reason = self.reason or f"waited {_duration(self.queue_limit)} for {wanted} and got none{why}"
+            self.reason = self.reason or f"waited {duration(self.queue_limit)} for {wanted} and got none{why}"
         elif self.time_limit is not None and started and now - self._since > self.time_limit:
-            self.reason = self.reason or f"time limit {_duration(self.time_limit)} reached"
+            self.reason = self.reason or f"time limit {duration(self.time_limit)} reached"
         elif self._failed() and now - self._failing > PATIENCE:
             self.gave_up = True  # the reason is the failed ranks'
         return self.reason is not None or self.gave_up
@@ -369,7 +380,8 @@ def _last(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """As a spec has it: 90s, 30m, 2h."""
     for unit, size in (("h", 3600), ("m", 60)):
         if seconds >= size and seconds % size == 0:
             return f"{seconds / size:g}{unit}"

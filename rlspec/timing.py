@@ -76,7 +76,6 @@ def _evidence(check: str, runs: Sequence[Run], metric: str, factor: float, scope
         "by_role": by_role,
         **_difference(by_role["base"], by_role["feature"]),
         "steps_judged": len(steps) - start,
-        "steps_expected": len(steps) - start,
         "steps": f"{steps[start]} to {steps[-1]}",
     }
     machines = joining.machine_differences(runs)
@@ -127,6 +126,10 @@ def _remarks(runs: Sequence[Run], series: Series) -> list[str]:
     said = []
     if machines := joining.machine_differences(runs):
         said.append(f"the arms ran on machines that differ in {', '.join(machines)}: the difference may be theirs")
+    for role in ROLES:
+        if len(groups := joining.alike([run for run in runs if run.arm.role == role])) > 1:
+            kinds = " and ".join(", ".join(run.arm.name for run in group) for group in groups)
+            said.append(f"the {role} arms {kinds} have other settings: a figure of both is of neither")
     if compare.first_judged(series.steps) == 0:
         said.append(f"the log begins at step {series.steps[0]}: every printed step is counted")
     return said

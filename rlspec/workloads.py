@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-CASES = 2  # the forms that operators are judged in now; a report of before has those of its time, 1
+CASES = 3  # the forms that operators are judged in now; a report of before has those of its time, 1 or 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ class Tier:
     routings: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...]
     cases: int
+    options: bool
     fill: str
 
     @property
@@ -167,6 +168,7 @@ def _tier(data: Mapping[str, Any], whole: Mapping[str, Any], samples: Mapping[st
         routings=tuple(data.get("routings", ("even",))),
         left_out=tuple(data.get("left_out", {}).items()),
         cases=whole.get("cases", 1),
+        options=whole.get("cases", 1) >= 3 and data.get("options", True),
         fill=whole["fill"],
     )
 

@@ -73,7 +73,7 @@ def bench(folder, operators, implementation="torch", *, name="ws1", dtype="bf16"
     """A bench of tiny-dense; `changes` go to the tier, but `model` and `cases`."""
     import torch
 
-    from rlspec.device import architecture
+    from rlspec import architecture
     from rlspec.device import bench as device_bench
 
     entry = catalog.whole(changes.pop("model", "tiny-dense"), ROOT)

@@ -44,11 +44,12 @@ def measured(contract_name="strict"):
     return copy.deepcopy(_measured(contract_name))
 
 
-def judged(found, contract_name="strict", **changes):
-    """(judgment, configuration) -> verdict."""
-    made = chain.parse(spec(contract=contract_name, **changes))
+def judged(found, rows="strict", **changes):
+    """(judgment, configuration) -> verdict, by a contract or the one of that name."""
+    rows = contract.load(rows, CONTROLS) if isinstance(rows, str) else rows
+    made = chain.parse(spec(contract=rows.name, **changes))
     result = Result(arm=made.arms[0], records=Path("r"), measured=found)
-    verdicts = chain.judge(made, [result], contract.load(contract_name, CONTROLS))
+    verdicts = chain.judge(made, [result], rows)
     return {(one.judgment, one.evidence["configuration"]): one for one in verdicts}
 
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from rlspec import child
 from rlspec.logs import read
 from rlspec.model import Arm, Run
 from tests import gitrepo
-from tests.processes import marking
+from tests.processes import LONG, marking
 
 # A worker takes a file at a time, so that the longest come first and none of them alone at the end. What SLURM's tests
 # wait for takes no core, and controls can use two.
@@ -43,6 +44,13 @@ def word(tmp_path: Path) -> Iterator[str]:
     """A word for the command lines of a test's processes; what holds it at the end is killed, in any case."""
     with marking(tmp_path) as word:
         yield word
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was stopped gets as long as a busy machine may take to end it and to hand over its last words."""
+    monkeypatch.setattr(child, "KILL_WAIT", LONG)
+    monkeypatch.setattr(child, "LAST_WORDS", LONG)
 
 
 @pytest.fixture(scope="session")

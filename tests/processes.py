@@ -1,17 +1,22 @@
-"""Commands to run under `execute`, and the processes that they leave."""
+"""Commands to run under `execute`, the processes that they leave, and how a test waits for them."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+from rlspec import child
 from rlspec.launch import Outcome, execute
 
+LONG = 300.0  # seconds in which whatever a test waits for has come, on the busiest machine
 ENVIRONMENT = {"PATH": os.environ["PATH"], "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -30,6 +35,29 @@ def _log(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 def text(folder: Path) -> str:
     return (folder / "arm.log").read_text(encoding="utf-8", errors="replace")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until the condition holds. AssertionError where that never comes."""
+    until = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < until, "it never came about"
+        time.sleep(0.02)
+
+
+@contextmanager
+def time_flies_once(condition: Callable[[], bool]) -> Iterator[None]:
+    """A day passes for what waits for a child at the moment at which the condition holds: its time limit is over."""
+    gone = [0.0]
+
+    def monotonic() -> float:
+        if not gone[0] and condition():
+            gone[0] = 86400.0
+        return time.monotonic() + gone[0]
+
+    with mock.patch.object(child, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep)):
+        yield
+    assert gone[0], "the condition never held"
 
 
 def marked(word: str) -> list[int]:

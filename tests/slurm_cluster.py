@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import LONG
+
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -43,17 +45,23 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=01:00:00 DefaultTime=00:10:00 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "sinfo", "squeue")
 
 
-def _ports() -> int:
-    """The first of three ports in a row that are free."""
+def _ports() -> tuple[int, socket.socket]:
+    """The first of three ports in a row that are free, and a socket that keeps them from other tests.
+
+    They lie below those that the system gives away by itself, so only another cluster could take them before the
+    daemons do: it finds the port behind them taken.
+    """
     for port in range(26000 + os.getpid() % 500 * 4, 32000, 4):
+        guard = socket.socket()
         with socket.socket() as one, socket.socket() as two, socket.socket() as three:
             try:
-                for offset, probe in enumerate((one, two, three)):
+                for offset, probe in enumerate((one, two, three, guard)):
                     probe.bind(("127.0.0.1", port + offset))
             except OSError:
+                guard.close()
                 continue
-            return port
-    pytest.skip("no three free ports in a row")
+            return port, guard
+    pytest.skip("no four free ports in a row")
 
 
 class Cluster:
@@ -66,7 +74,7 @@ class Cluster:
         for number in range(2):  # null devices stand in for GPUs
             os.mknod(place / "dev" / f"g{number}", 0o20666, os.makedev(1, 3))
         (place / "gres.conf").write_text(f"Name=gpu File={place}/dev/g[0-1]\n")
-        host, port = socket.gethostname().split(".")[0], _ports()
+        host, (port, self._guard) = socket.gethostname().split(".")[0], _ports()
         conf = CONF.format(place=place, host=host, port=port, first=port + 1, second=port + 2)
         (place / "slurm.conf").write_text(conf)
         self.environment = {"SLURM_CONF": str(place / "slurm.conf")}
@@ -86,8 +94,8 @@ class Cluster:
         return done.stdout.strip()
 
     def settled(self) -> bool:
-        """Whether no job is left and both nodes are idle again, soon."""
-        until = time.monotonic() + 20
+        """Whether no job is left and both nodes are idle again, before long."""
+        until = time.monotonic() + LONG
         while self.ask("squeue", "-h") or self.ask("sinfo", "-h", "-o", "%D %T") != "2 idle":
             if time.monotonic() > until:
                 return False
@@ -106,6 +114,7 @@ class Cluster:
             until = time.monotonic() + 10
             while any(map(_alive, pids)) and time.monotonic() < until:
                 time.sleep(0.05)
+        self._guard.close()
 
 
 def _alive(pid: int) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.bench import bench_kernels, summary
+from tests.processes import LONG
 
 BENCH = Path(bench_kernels.__file__).parent
 TORCH = """
@@ -19,6 +20,7 @@ __version__ = "9.9"
 device = str
 Tensor = object
 class cuda:
+    is_available = staticmethod(lambda: True)
     synchronize = empty_cache = staticmethod(lambda: None)
     get_device_name = staticmethod(lambda device: "a chip")
 """
@@ -47,7 +49,7 @@ def bench(tmp_path):
     def run(*words, ok=True, seconds=0, rows=PART):
         folder = tmp_path / "tests" / "bench"
         folder.mkdir(parents=True)
-        for name in ("bench_kernels.py", "clock.py", "summary.py"):
+        for name in ("bench_kernels.py", "clock.py", "gpu.py", "summary.py"):
             shutil.copy(BENCH / name, folder)
         (folder / "kernels_gemm.py").write_text(PART.format(ok=ok, seconds=0))
         (folder / "kernels_rows.py").write_text(rows.format(ok=True, seconds=seconds))
@@ -58,7 +60,7 @@ def bench(tmp_path):
         path = tmp_path / "results.json"
         command = [sys.executable, folder / "bench_kernels.py", "--json", path, *words]
         environment = {**os.environ, "PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, env=environment)
         return done, json.loads(path.read_text())
 
     return run
@@ -103,6 +105,31 @@ def test_a_part_that_breaks_harms_no_other(bench):
     assert done.returncode == 1
     assert len(found["timings"]) == 3 and "rows timings: not rehearsed" in found["not_run"]
     assert "No module named 'nothing_like_it'" in found["errors"]["rows rehearsal"]
+
+
+def bare(folder, name, *words):
+    """A bench in a Python that has no package but what lies in the folder."""
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-S", BENCH / name, *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LONG, env=environment)
+
+
+@pytest.mark.parametrize("name", [path.name for path in (*sorted(BENCH.glob("bench_*.py")), BENCH / "sanitize.py")])
+def test_every_bench_says_what_it_does_without_any_package(tmp_path, name):
+    done = bare(tmp_path, name, "--help")
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: {name}") and not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("bench_kernels.py", []), ("bench_chain.py", []), ("sanitize.py", []), ("bench_identical.py", ["train", "runs"])],
+)
+def test_a_bench_without_a_gpu_says_so_in_a_line(tmp_path, name, words):
+    assert bare(tmp_path, name, *words).stderr.endswith(" CUDA device, and torch is not installed\n")
+    (tmp_path / "torch.py").write_text("class cuda:\n    is_available = staticmethod(lambda: False)\n")
+    done = bare(tmp_path, name, *words)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.count("\n") == 1 and "CUDA device, and torch sees none here" in done.stderr
 
 
 def test_every_part_has_an_entry():

@@ -149,7 +149,9 @@ def test_the_planted_commit_is_found(project, tmp_path):
     culprit = git(project, "rev-parse", "main~12")
     assert f"the culprit is {culprit[:12]} change 19: FAIL, loss: " in done.out and "2 base runs" in done.out
     tried = [line for line in done.out.splitlines() if line.startswith(("PASS", "FAIL", "skipped"))]
-    assert len(tried) <= 8 and "skipped      " + git(project, "rev-parse", "main~16")[:12] + " change 15" in tried
+    again = [line.rpartition(" change ")[2] for line in tried if line.endswith(", once more")]
+    assert again == ["19, once more", "18, once more"] and [line[:4] for line in tried[-2:]] == ["FAIL", "PASS"]
+    assert len(tried) <= 10 and "skipped      " + git(project, "rev-parse", "main~16")[:12] + " change 15" in tried
     assert starts(tmp_path) == 2 + len(tried), "the envelope is measured once"
     assert worktrees(project) == 1 and git(project, "status", "--porcelain") == "?? specs/spec.yaml"
     assert (git(project, "for-each-ref"), git(project, "rev-parse", "HEAD")) == before
@@ -193,7 +195,7 @@ def test_an_interrupted_first_run_keeps_its_base_arms(project, tmp_path, monkeyp
     monkeypatch.setattr(bisecting.pipeline.arms, "run", real)
     monkeypatch.setattr(Search, "next", lambda self: None if self.found else self.commits[-1])
     rlspec("bisect", path, "--good", "good", "--bad", "main", "--resume")
-    assert starts(tmp_path) == 3
+    assert starts(tmp_path) == 3 + 2, "two of them to be sure"
 
 
 def test_added_base_runs_stay_for_the_commits_to_come(project, tmp_path, monkeypatch):
@@ -212,6 +214,32 @@ def test_added_base_runs_stay_for_the_commits_to_come(project, tmp_path, monkeyp
     assert {arm["name"] for arm in runs.load(run_folder() / "plan.json")["arms"]} == {f"base{n}" for n in range(4)} | {
         "feat0"
     }
+
+
+@pytest.mark.parametrize(
+    ("which", "status", "words"),
+    [
+        ("bad", "PASS", "change 19, FAIL at first, is PASS once more"),
+        ("before", "FAIL", "first, the good end, is FAIL once more"),
+    ],
+)
+def test_a_second_run_that_disagrees_makes_it_uncertain(project, tmp_path, monkeypatch, which, status, words):
+    """A commit that was good or bad by luck: what the second run says is planted."""
+    real, made = bisecting._outcome, []
+
+    def outcome(report):
+        made.append(report)
+        again = len(made) == (2 if which == "bad" else 3)
+        return (status, "planted") if again else real(report)
+
+    monkeypatch.setattr(bisecting, "_outcome", outcome)
+    path = spec(project)
+    git(project, "checkout", "-q", "-b", "luck", "good")
+    commit(project, "first", {"first.txt": ""})
+    commit(project, "change 19", {"train.py": history(19)})
+    done = rlspec("bisect", path, "--good", "luck~1", "--bad", "luck")
+    assert done.code == 3 and "not certain: " in done.out and words in done.out, done.out
+    assert starts(tmp_path) == 2 + len(made) == (4 if which == "bad" else 5)
 
 
 @pytest.mark.parametrize(

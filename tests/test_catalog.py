@@ -42,6 +42,12 @@ def test_own_entries_are_found_from_below_and_go_before_shipped_ones(own):
     assert {"mine", "qwen3-30b-a3b"} <= set(catalog.entries("models", deep))
 
 
+def test_what_one_caller_changes_another_one_does_not_see(tmp_path):
+    for _ in range(2):
+        entry, tier = catalog.model("qwen3-30b-a3b", tmp_path), catalog.workload("tiny", tmp_path)["tiers"][0]
+        assert entry["experts"].pop("count") and tier.pop("name")
+
+
 def test_the_search_ends_at_the_top_of_the_repository(own):
     (own / "specs" / ".git").mkdir()
     assert catalog.home(own / "specs" / "deep") is None

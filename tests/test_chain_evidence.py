@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlspec import judging
+from rlspec import contract, document, judging
+from rlspec.checks import chain
 from rlspec.errors import RunError
+from rlspec.model import Result
 
 FOLDER = Path(__file__).parents[1] / "specs" / "chain" / "evidence"
 LAYERS = {
@@ -37,6 +39,15 @@ def test_the_verdicts_are_derived_again(path):
     given = json.loads(gzip.decompress(path.read_bytes()))
     assert verdicts(again(path)) == verdicts(given)
     assert given["counts"]["judged"] == given["counts"]["expected"] >= 36
+
+
+def test_the_two_backends_agree_by_the_judgment_that_the_spec_has_since():
+    given = json.loads(gzip.decompress((FOLDER / "qwen3-8b-backends.json.gz").read_bytes()))
+    path = FOLDER.parent / "qwen3-8b-backends.yaml"
+    made, rows = chain.parse(document.read(path)[0]), contract.load("strict", path.parent)
+    results = [Result(arm=arm, records=path, measured=given["measured"][arm.name]) for arm in made.arms]
+    found = {one.judgment: one for one in chain.judge(made, results, rows)}["cross_arm_invariance"]
+    assert found.status == "PASS" and found.reason == "27 log-probs and 399 gradients are equal to the bit"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

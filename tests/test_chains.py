@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rlspec import catalog, chains, layouts, workloads
-from rlspec.device import architecture
+from rlspec import architecture, catalog, chain_sizes, chains, layouts, workloads
 
 SPECS = Path(__file__).parents[1] / "specs"
 PUBLISHED = ("BN/full", "B1/full", "BN/chunked", "B1/chunked", "BN/padded_right", "BN/padded_left", "BN/permuted")
@@ -20,41 +20,38 @@ def chain(name="ws1-chain", **changes):
 
 
 def sizes(name="qwen3-8b", **changes):
-    return chains.sizes({**catalog.model(name, SPECS), **changes})
+    return chain_sizes.of({**catalog.model(name, SPECS), **changes})
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "tiny-dense", "tiny-moe", "qwen3-30b-a3b"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_host_knows_the_parameters_that_the_device_has(name, tied):
-    entry = {**catalog.model(name, SPECS), "tie_word_embeddings": tied}
-    assert chains.sizes(entry).parameters == architecture.read(entry).parameter_shapes()
+SPARSE = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257, "rope_theta": 1e4, "rms_norm_eps": 1e-6,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+}  # fmt: skip
 
 
-def test_a_config_json_says_the_same():
-    config = {
-        "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288,
-        "head_dim": 128, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936,
-        "tie_word_embeddings": False, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-    }  # fmt: skip
-    assert chains.sizes(config) == sizes()
-
-
-@pytest.mark.parametrize(
-    ("entry", "reason"),
-    [({"model_type": "gpt_oss"}, "gpt_oss"), ({"layers": 2, "hidden_size": 8}, "head_dim, heads, intermediate_size")],
-)
-def test_a_model_that_cannot_be_sized(entry, reason):
-    with pytest.raises(ValueError, match=reason):
-        chains.sizes(entry)
+def test_experts_are_counted_however_the_config_spells_them(tmp_path):
+    """transformers 5 writes num_local_experts; read as dense, a model would be judged without its router."""
+    one, other = ({**SPARSE, key: 8} for key in ("num_experts", "num_local_experts"))
+    made = chain_sizes.of(other)
+    assert made == chain_sizes.of(one) == architecture.read(other) and made.num_experts == 8
+    assert "router" in chains.operators(made, "ws1")
+    assert "model.layers.1.mlp.experts.down_proj" in {line.tensor for line in chains.expected(
+        chain(), made, ["gradient_accuracy"])}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    assert catalog.model("./config.json", tmp_path)["experts"] == {"count": 8}
+    for key in ("num_experts", "num_local_experts"):
+        (tmp_path / "config.json").write_text(json.dumps({**SPARSE, "model_type": "qwen3", key: 0}))
+        assert "experts" not in catalog.model("./config.json", tmp_path)
 
 
 def test_qwen3_8b_has_399_gradients_and_the_published_number_of_rows():
     due = list(chains.expected(chain(), sizes(), chains.JUDGMENTS))
-    assert len(sizes().parameters) == 399
+    assert len(sizes().parameter_shapes()) == 399
     count = {name: sum(one.judgment == name for one in due) for name in chains.JUDGMENTS}
     assert count["forward_invariance"] == 7 and count["gradient_invariance"] == 8 * 399
     assert count["gradient_accuracy"] == 2 * 399 and count["forward_accuracy"] == 2
-    assert len({(*one.key, one.against) for one in due}) == len(due)
+    assert len({(one.judgment, one.configuration, one.tensor, one.against) for one in due}) == len(due)
 
 
 def test_ws1_has_its_six_decode_cases():
@@ -151,6 +148,24 @@ def test_every_column_is_in_one_call():
                 assert {position + shift for position in positions} <= single
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"decode": [{"name": "a", "samples": ["s3"]}, {"name": "b", "samples": ["s3"], "positions": [0]}]}, "case b"),
+        ({"page_size": 8}, "page_size 8: no decoded position of case b1-short lies behind the first page"),
+        ({"page_size": 19, "decode": [{"name": "a", "samples": ["long"]}]}, "longest sample of tier primary has 19"),
+    ],
+)
+def test_a_workload_that_reads_nothing_back_from_a_cache(changes, reason):
+    with pytest.raises(ValueError, match=reason):
+        chains.check_reads(chain(**changes))
+
+
+@pytest.mark.parametrize("name", ["ws1-chain", "long", "tiny-chain"])
+def test_shipped_workloads_read_a_second_page(name):
+    chains.check_reads(chain(name))
+
+
 def test_generation_prefills_the_prompt_and_decodes_the_rest():
     made = chain()
     assert chains.generation(made, [made.tier.samples[0]]) == [(0, 8), (8, 9), (9, 10), (10, 11)]
@@ -180,13 +195,3 @@ def test_prefixes_end_at_the_first_token_the_prompt_and_around_edges():
 def test_decode_cases_that_are_none(case, reason):
     with pytest.raises(ValueError, match=reason):
         chain(decode=[case])
-
-
-# Memory
-
-
-def test_memory_of_the_whole_model():
-    need = chains.memory(chain(), sizes())
-    assert need.weights == 2 * sizes().count == 16381470720 and need.gradients == 2 * need.weights
-    assert 100 < need.resident / 2**30 < 120  # 109.4 GiB were measured on an H200
-    assert 76 < need.least / 2**30 < 80 < chains.memory(chain("long"), sizes()).least / 2**30 < 120

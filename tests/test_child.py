@@ -10,9 +10,11 @@ import pytest
 from rlspec.child import members
 from rlspec.errors import RunError
 from rlspec.launch import execute
-from tests.processes import ENVIRONMENT, marked, run
+from tests.processes import ENVIRONMENT, LONG, marked, run
 
-SLEEPER = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], {}); "
+pytestmark = pytest.mark.usefixtures("patient")
+
+SLEEPER = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], {}); "
 
 
 @pytest.mark.parametrize("how", ["", "env={}", "start_new_session=True"])
@@ -23,24 +25,24 @@ def test_grandchild_that_keeps_the_pipe_is_stopped(tmp_path: Path, how: str) -> 
     assert len(outcome.notes) == 1
     assert outcome.notes[0].startswith("still running 0.2 s after the command had ended, and stopped: ")
     assert f"(pid {pid})" in outcome.notes[0]
-    assert int(pid) not in marked("time.sleep(60)")
+    assert int(pid) not in marked("time.sleep(600)")
 
 
 def test_hidden_grandchild_that_ignores_everything_is_killed(tmp_path: Path) -> None:
     hidden = (
         "import os, signal, subprocess as s, sys\n"
-        "code = 'import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)'\n"
+        "code = 'import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)'\n"
         "p = s.Popen([sys.executable, '-c', code], start_new_session=True, stdout=s.PIPE, stderr=s.DEVNULL)\n"
         "p.stdout.readline()\nprint(p.pid)"
     )
     outcome = run(tmp_path, hidden, grace=0.2)
     assert f"(pid {outcome.tail[0]})" in outcome.notes[0]
-    assert int(outcome.tail[0]) not in marked("time.sleep(60)")
+    assert int(outcome.tail[0]) not in marked("time.sleep(600)")
 
 
 def test_grandchild_may_finish_within_the_grace(tmp_path: Path) -> None:
     code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(0.1); print(2)'])"
-    outcome = run(tmp_path, code)
+    outcome = run(tmp_path, code, grace=LONG)
     assert (outcome.notes, outcome.tail) == ((), ("2",))
 
 

@@ -87,6 +87,21 @@ def test_folders_in_which_nothing_ran_count_as_runs_of_their_spec(here):
     assert cleaning.find(here, 1).paths == (places[0], places[1])
 
 
+def test_folders_of_the_users_among_the_runs_stay(here):
+    places = full(here).workspace.parent, full(here).logging.parent
+    mine = ["mynotes/a.txt", "20261129T000000Z-s/a.txt", "foreign/plan.json", "empty/deep/b"]
+    for file in [place / name for place in places for name in mine]:
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+    renamed = full(here)
+    for place in (renamed.workspace, renamed.logging):
+        place.rename(place.with_name("the-good-one"))
+    done = rlspec("clean", "--keep", "0", "--yes")
+    assert "the-good-one" in done.out, "it says in its plan that it is a run"
+    files = sorted(path.relative_to(here) for path in here.rglob("*") if path.is_file() and path.name != ".gitignore")
+    assert files == sorted(place.relative_to(here) / name for place in places for name in mine)
+
+
 def test_a_worktree_that_a_killed_run_left_goes_from_disk_and_from_gits_list(here, repo):
     folder = full(here)
     tree = folder.workspace / "0123456789ab"

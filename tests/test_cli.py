@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -17,6 +16,7 @@ import yaml
 from jsonschema import Draft7Validator
 
 from rlspec import cli, schema
+from tests.processes import LONG, wait_for
 from tests.tiny import parity, report, rlspec, run_folder, save, starts, statuses, training
 
 ROOT = Path(__file__).parents[1]
@@ -30,15 +30,6 @@ def here(tmp_path, monkeypatch):
     for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it never came about")
 
 
 def process(here, *arguments, **options):
@@ -149,6 +140,7 @@ def test_an_interrupt_outside_of_a_run_exits_130(here, monkeypatch):
 
 @pytest.mark.parametrize("kind", schema.KINDS)
 def test_a_spec_of_init_lints_once_it_is_filled_in(here, kind):
+    assert kind in rlspec("init", "--help").out
     (here / "x.yaml").write_text(rlspec("init", kind).out)
     done = rlspec("lint", "x.yaml")
     assert done.code == 2 and {line.split()[1] for line in done.out.splitlines() if "hint" not in line} >= {"RL005"}
@@ -314,7 +306,7 @@ def test_a_reader_that_leaves_does_not_change_the_exit_code(here):
     os.close(read)
     child = process(here, "run", path, stdout=write)
     os.close(write)
-    _, stderr = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=LONG)
     assert child.returncode == 1 and "Traceback" not in stderr and "BrokenPipe" not in stderr
     assert report()["outcome"] == "PASS"
 
@@ -324,14 +316,14 @@ def test_a_reader_that_leaves_a_list(here):
     os.close(read)
     child = process(here, "explain", "training", stdout=write)
     os.close(write)
-    assert child.communicate(timeout=60)[1] == "" and child.returncode == 4
+    assert child.communicate(timeout=LONG)[1] == "" and child.returncode == 4
 
 
 def test_closed_streams_do_not_change_the_exit_code(here):
     path = training(here / "work", expect="FAIL")
     command = f'exec "$0" -m rlspec run "{path}" <&- >&- 2>&-'
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(["sh", "-c", command, sys.executable], cwd=here, env=environment, timeout=60)
+    done = subprocess.run(["sh", "-c", command, sys.executable], cwd=here, env=environment, timeout=LONG)
     assert done.returncode == 1 and report()["outcome"] == "PASS"
 
 
@@ -344,7 +336,7 @@ def test_an_interrupted_run_goes_on_later(here, signum, code):
     child = process(here, "run", path, stdout=subprocess.PIPE)
     wait_for(lambda: any("step 2/6" in log.read_text() for log in here.glob("logging/*/*/2*/*base1.log")))
     child.send_signal(signum)
-    _, stderr = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=LONG)
     assert child.returncode == code and f"rlspec run {path} --resume" in stderr and "Traceback" not in stderr
     assert not (run_folder() / "report.json").exists()
     template = here / "work" / "train.py.j2"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlspec import collecting, document, plan, records
+from rlspec import collecting, document, failure, plan, records
 from rlspec.checks import CHECKS
 from rlspec.trainers import TRAINERS, Beside
 from tests.tiny import report, rlspec, run_folder, save, statuses
@@ -53,6 +53,40 @@ def test_the_file_beside_the_log_is_what_counts(arm):
     assert set(run.series) == {"loss", "grad_norm", "step_time"} and run.steps_expected == 3 and not run.faults
     collecting.clear(spec, step)
     assert not place.exists() and not step.records.exists()
+
+
+def test_a_traceback_in_the_log_of_an_arm_that_ended_well_is_told(arm):
+    spec, step = arm
+    crash = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\nRuntimeError: no more data\n'
+    for text, told in ((crash, True), ("[rank1]: " + crash.replace("\n", "\n[rank1]: ", 2), True), ("fine\n", False)):
+        step.log.write_text(text)
+        state(collecting.beside(spec, step), [5.6, 5.5, 5.25])
+        assert collecting.collect(spec, step, {}) is None
+        notes = records.read(step.records, step.arm).notes
+        assert ["the log holds a traceback: RuntimeError: no more data;" in note for note in notes] == [True] * told
+
+
+def test_a_traceback_before_the_first_step_of_all_steps_is_no_news(arm, monkeypatch):
+    spec, step = arm
+    crash = 'Traceback (most recent call last):\n  File "t.py", line 1, in <module>\nImportError: no flash_attn\n'
+    lines = "".join(f"{{'loss': '{value}', 'grad_norm': '1.5'}}\n" for value in ("5.616", "5.512", "5.403"))
+    told = "the log holds a traceback: ImportError: no flash_attn; did this run train to its end?"
+    for text, losses, notes in (
+        (crash + lines, [5.6, 5.5, 5.25], 0),
+        (crash + lines + crash, [5.6, 5.5, 5.25], 1),
+        (lines[:40] + crash + lines[40:], [5.6, 5.5, 5.25], 1),
+        (crash + lines, [5.6, 5.5], 1),  # a step is missing
+        (crash, [5.6, 5.5, 5.25], 1),  # the log has no step line that says when training began
+    ):
+        step.log.write_text(text)
+        state(collecting.beside(spec, step), losses)
+        assert collecting.collect(spec, step, {}) is None
+        assert [*records.read(step.records, step.arm).notes].count(told) == notes, text
+    monkeypatch.setattr(failure, "SEARCHED", len(crash + lines))  # what stands before is not known
+    state(collecting.beside(spec, step), [5.6, 5.5, 5.25])
+    step.log.write_text("\n" + crash + lines)
+    assert collecting.collect(spec, step, {}) is None
+    assert told in records.read(step.records, step.arm).notes
 
 
 def test_tags_get_the_names_of_the_log(arm, monkeypatch):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from rlspec import logs
 from tests.log_samples import megatron, pith, points
 
 
@@ -95,3 +96,62 @@ def test_resolution_of_a_fixed_number_of_digits(log, values, resolution):
         for line, v in zip(megatron(range(9)), values, strict=False)
     ]
     assert log(lines, "megatron").series["lm loss"].resolution == resolution
+
+
+@pytest.mark.parametrize(
+    ("empty", "words"),
+    [
+        (range(7, 11), "is missing step 7 of loss: line 7 has that step and no value (4 such lines)"),
+        ((1, 2, 3), "is missing step 2 of loss: line 2"),
+        ((1, 5), None),  # nothing is judged at step 1, and the hole at 5 is found where runs are joined
+    ],
+)
+def test_a_line_whose_value_is_left_empty_is_a_missing_step(log, monkeypatch, empty, words):
+    rows = [(step, "" if step in empty else f"{4 / step:.6f}") for step in range(1, 11)]
+    for block in (1 << 17, 60):  # line by line, and in bulk
+        monkeypatch.setattr(logs, "BLOCK", block)
+        for found in (
+            log(["step,loss", *(f"{step},{value}" for step, value in rows)], "csv", metrics=["loss"]),
+            log([f'{{"step": {step}, "loss": {value or "null"}}}' for step, value in rows], "jsonl"),
+        ):
+            fault = found.faults.get("loss", "").replace("line 8", "line 7").replace("line 3", "line 2")
+            assert (words in fault) if words else not fault
+
+
+@pytest.mark.parametrize("block", [1 << 17, 60])  # line by line, and in bulk
+def test_a_row_of_an_evaluation_is_none_of_the_training_loss(log, monkeypatch, block):
+    monkeypatch.setattr(logs, "BLOCK", block)
+    rows = ["step,loss,norm,eval/loss", *(f"{step},{4 / step:.6f},0.5," for step in range(1, 11))]
+    assert not log([*rows, "11,,,2.5"], "csv", metrics=["loss"]).faults
+    fault = log([*rows, "11,,0.5,"], "csv", metrics=["loss"]).faults["loss"]
+    assert "is missing step 11 of loss" in fault, "what stands beside it is of a training step"
+
+
+def test_a_value_that_is_printed_on_every_tenth_line_only_is_due_there(log):
+    rows = [f'{{"step": {step}, "loss": 1.5, "eval": {2.5 if step % 10 == 0 else "null"}}}' for step in range(1, 36)]
+    assert not log(rows, "jsonl").faults
+    assert "missing step 40 of eval" in log([*rows, '{"step": 40, "eval": null}'], "jsonl").faults["eval"]
+
+
+@pytest.mark.parametrize(("cut", "told"), [("1", True), ("10.", True), ("10.00", True), ("10.0004", False)])
+def test_a_value_with_fewer_digits_than_those_around_it_is_told(log, cut, told):
+    values = [f"10.{at:04d}" for at in range(20)]
+    values[4] = cut
+    lines = [f"{step} loss={value} [rank1] hello" for step, value in enumerate(values, 1)]
+    run = log(lines, "regex", pattern=r"(?P<step>\d+) loss=(?P<loss>\S+)")
+    assert not run.faults and [f"loss {cut} at line 5 (step 5), with fewer digits" in note for note in run.notes] == (
+        [True] if told else []
+    )
+
+
+def test_fewer_digits_say_nothing_where_trailing_zeros_are_left_out_or_a_decade_ends(log):
+    values = [4.1239 - 0.0001 * at for at in range(20)]  # one of them is 4.123, which is 4.1230
+    assert not log([f'{{"step": {at}, "loss": {round(v, 4)}}}' for at, v in enumerate(values)], "jsonl").notes
+    lines = megatron(range(1, 21))
+    lines[7] = lines[7].replace("lm loss: 1.000080E+01", "lm loss: 9.9E+00")
+    assert "lm loss 9.9E+00" in log(lines, "megatron").notes[0]
+    for above in (1, 2):
+        four = [f"10.{20 - at}" if at < above else f"9.{999 - at}" for at in range(20)]  # four significant digits
+        lines = [line.replace(f"11.{at:04d}", four[at - 1]) for at, line in enumerate(pith(range(1, 21)), 1)]
+        run = log(lines, "pithtrain")
+        assert points(run, "cross-entropy-loss")[above] == float(four[above - 1]) > 10 and not run.notes

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlspec import contract, linting, listing
+from rlspec.chains import STATEFUL
 from rlspec.errors import SpecError
 
 HERE = Path(__file__).parent
@@ -136,8 +137,8 @@ def test_ws1_has_these_rows_and_no_other():
     measured = {("mean_abs_dlogp", "*", "*"), ("sequence_outliers", "*", "*")}
     wholes = {(judgment, "chain") for judgment in ("forward_accuracy", "gradient_accuracy")}
     ours = {(judgment, subject, d) for judgment, subject in wholes for d in ("bf16", "fp32")} | {("kv_cache", "*", "*")}
-    ours |= {(judgment, "*", d) for judgment in contract.OF_CHAINS[:2] for d in ("bf16", "fp32")}
-    ours |= {(judgment, "*", "fp8") for judgment in contract.OF_CHAINS}
+    ours |= {(judgment, "*", d) for judgment in STATEFUL[:2] for d in ("bf16", "fp32")}
+    ours |= {(judgment, "*", "fp8") for judgment in STATEFUL}
     assert {(row.judgment, row.subject, row.dtype) for row in rows} == accuracy | others | measured | ours
     assert {(row.judgment, row.subject, row.dtype) for row in rows if row.status == "measured"} == measured
     assert all(row.source.startswith("RL-Kernel, tolerance contract ws1-c1-v2") for row in rows if row.published_id)

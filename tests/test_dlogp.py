@@ -50,6 +50,18 @@ def test_a_copy_of_a_file_is_never_a_pass(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("touched", ["\n{}", "{}\n\n", "crlf", "reordered"])
+def test_a_copy_whose_bytes_were_touched_is_one_all_the_same(tmp_path: Path, touched: str) -> None:
+    text = lines(stream(), engine="one", weights="a")
+    turned = "\n".join(text.splitlines()[::-1]) + "\n"
+    copy = {"crlf": text.replace("\n", "\r\n"), "reordered": turned}.get(touched) or touched.format(text)
+    got = judged(*files(tmp_path, text, copy))
+    assert statuses(got) == " ".join(["ERROR"] * 5)
+    assert all("self-comparison" in verdict.reason and "engine one" in verdict.reason for verdict in got.values())
+    other = copy.replace('"one"', '"two"')
+    assert statuses(judged(*files(tmp_path, text, other))).startswith("PASS")  # engines may agree to the bit
+
+
 def test_the_order_of_lines_does_not_matter(tmp_path: Path) -> None:
     rng = random.Random(2)
     train = stream()

@@ -38,6 +38,18 @@ def test_pooling_features_does_not_hide_one() -> None:
     assert found.status == "INVESTIGATE" and any("feat1 alone reads" in note for note in found.notes)
 
 
+def test_feature_runs_of_other_settings_are_judged_by_themselves() -> None:
+    def declared(made, **environment):
+        return replace(made, arm=replace(made.arm, environment=environment))
+
+    runs = [*three(0.125)[:2], declared(run("feat0", shifted(0.125)), FUSED="1"), run("feat1", shifted(0.6))]
+    found = judge(runs)
+    assert found.status == "INVESTIGATE" and found.statistic == pytest.approx(4.8) and "feat1 drifts" in found.reason
+    assert any(note.startswith("feat0 of other settings: PASS, feat0 drifts 0.125") for note in found.notes)
+    alike = [*runs[:2], *(declared(one, SEED=str(at)) for at, one in enumerate(runs[2:]))]
+    assert judge(alike).statistic == pytest.approx((0.125 + 0.6 + 0 + 0.475) / 4 / 0.125), "seeds are of one sample"
+
+
 @pytest.mark.parametrize(("bases", "used"), [(3, "3"), (4, "4"), (5, "5"), (6, "5")])
 def test_calibrated_limits_go_by_the_number_of_base_runs(bases: int, used: str) -> None:
     runs = [run(f"base{at}", shifted(at / 8)) for at in range(bases)] + [run("feat0", shifted(0.3))]
@@ -50,6 +62,8 @@ def test_calibrated_needs_three_base_runs_that_count() -> None:
     for runs in (three(0.25), [*three(0.25), run("base2", CURVE)]):
         found = judge(runs, replace(DRIFT, judge="calibrated"))
         assert found.status == "ERROR" and "needs three base runs, 2 count" in found.reason
+        assert wants_base_run(DRIFT, found, len(runs) - 1) is (len(runs) > 3), "lint has seen to the first"
+        assert not wants_base_run(replace(DRIFT, max_base_runs=len(runs) - 1), found, len(runs) - 1)
 
 
 # Without a ratio
@@ -97,7 +111,9 @@ def test_machines_that_differ() -> None:
         a, b, c = three(offset, base)
         return judge([replace(a, machine=here), replace(b, machine=here), replace(c, machine=there)], judgment)
 
-    assert judged(0.25).status == "PASS" and any("steady offset up to 0.375" in note for note in judged(0.25).notes)
+    assert judged(0.25).status == "PASS" and any(
+        "about half of steady offsets of 0.375" in note for note in judged(0.25).notes
+    )
     failed = judged(5.0)
     assert failed.status == "INVESTIGATE" and failed.evidence["cause"] == "machine"
     assert "re-run on the same nodes before you blame the code" in failed.reason and "gpu" in failed.reason

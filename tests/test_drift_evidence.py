@@ -11,7 +11,7 @@ def test_every_figure_is_printed() -> None:
     found = judge(three([0.5 if at % 2 else -0.25 for at in range(32)], total=32, resolution=0.005))
     evidence = found.evidence
     assert (evidence["floor"], evidence["base_runs"], evidence["base_runs_counted"]) == ("steady", 2, 2)
-    assert (evidence["steps_judged"], evidence["steps_expected"], evidence["steps"]) == (31, 31, "31 of 31")
+    assert (evidence["steps_judged"], evidence["steps"]) == (31, "31 of 31")
     assert evidence["base_steps_differing"] == "31 of 31" and evidence["lag1"] is not None
     assert evidence["envelope"] == evidence["diluted_envelope"] == pytest.approx(0.125)
     balance = evidence["sign_balance"]
@@ -21,6 +21,7 @@ def test_every_figure_is_printed() -> None:
     assert evidence["run_mean_t"]["df"] == 1 and 0 < evidence["run_mean_t"]["p"] < 1
     assert evidence["smallest_offset"]["absolute"] == pytest.approx(0.375)
     assert evidence["smallest_offset"]["percent"] == pytest.approx(37.5 / (sum(CURVE[1:]) / 31))
+    assert evidence["caught_offset"]["absolute"] == pytest.approx(1.6 * 5 * 0.125)
     assert evidence["ratio"] == evidence["diluted_ratio"] == found.statistic
     assert evidence["envelope_in_resolution_units"] == pytest.approx(12.5)
     assert not any("resolution" in note for note in found.notes)

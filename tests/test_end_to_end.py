@@ -8,10 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.processes import LONG, wait_for
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "specs" / "examples" / "char-gpt"
@@ -132,15 +133,6 @@ def test_harmless_passes_and_harmful_fails(repo, isolation):
     assert all(v["reason"] for v in made["verdicts"])
 
 
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it never came about")
-
-
 @pytest.mark.parametrize("isolation", ["worktree", "checkout"])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_cut_off_in_the_middle_of_an_arm(repo, isolation, signum):
@@ -157,7 +149,7 @@ def test_cut_off_in_the_middle_of_an_arm(repo, isolation, signum):
     logs = repo / "logging"
     wait_for(lambda: any("sleeping" in log.read_text(errors="replace") for log in logs.rglob("*base0.log")))
     child.send_signal(signum)
-    _, stderr = child.communicate(timeout=60)
+    _, stderr = child.communicate(timeout=LONG)
     if signum != signal.SIGKILL:
         assert child.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[signum], stderr
         assert "Traceback" not in stderr

@@ -222,6 +222,27 @@ def test_samples_are_no_longer_than_the_model_in_the_folder(tmp_path):
     assert found.message.endswith("jsonl:3: sample s2 has 42 tokens, and the model in model at most 41 positions")
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"rms_norm_eps": 2e-6}, "rms_norm_eps is 1e-06 in one and 2e-06 in the other"),
+        ({"sliding_window": 4}, "sliding_window is None in one and 4 in the other"),
+        ({"dtype": "float32", "use_cache": False}, None),
+    ],
+)
+def test_folders_of_two_models_are_not_one_because_their_tensors_are(tmp_path, change, told):
+    arms = []
+    for name, more in (("a", {}), ("b", change)):
+        (tmp_path / name).mkdir()
+        config = {"rms_norm_eps": 1e-6, "sliding_window": None, "dtype": "bfloat16", "use_cache": True, **more}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        arms.append({"engine": "transformers", "weights": {"source": "huggingface", "path": name}})
+    found = linting.lint([spec_of(tmp_path, *arms, weights=None, model=None)])[1]
+    assert [(one.rule, one.message) for one in found] == (
+        [("RL305", f"a and b hold two models: {told}")] if told else []
+    )
+
+
 def test_two_checkpoints_are_not_compared(tmp_path):
     one, other = (checkpoint(tmp_path / str(seed), seed) for seed in (1, 2))
     arms = [{"engine": "transformers", "weights": {"source": "huggingface", "path": str(p)}} for p in (one, other)]

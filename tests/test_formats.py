@@ -44,6 +44,54 @@ def test_regex(log):
 
 
 @pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("1.0950e+03", "1.0950e+03"),
+        ("1.0950E2,", "1.0950E2"),
+        ("10.95.5", "10.95.5"),
+        ("10.95, 7", ""),
+        ("10.95epoch", ""),
+    ],
+)
+def test_a_group_that_holds_a_part_of_a_number_is_a_fault(log, text, whole):
+    lines = [f"step {step}/2 loss={text} gn=2.5" for step in (1, 2)]
+    pattern = r"step (?P<step>\d+)/(?P<steps>\d+) loss=(?P<loss>\d+\.\d+).* gn=(?P<grad_norm>\S+)"
+    run = log(lines, "regex", pattern=pattern)
+    assert points(run, "grad_norm") == {1: 2.5, 2: 2.5}
+    assert (f"line 1 has loss '{whole[:6].rstrip('.')}" in run.faults["loss"]) if whole else not run.faults
+    assert not whole or f"goes on: {whole!r}; let the group loss take all of it" in run.faults["loss"]
+    assert "line 1 has step '1'" in log(["at 1.5 2"], "regex", pattern=r"at (?P<step>\d+)").faults["*"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "whole"),
+    [
+        (r".*(?P<loss>\d+\.\d+) ", "10.9919 ", "10.9919"),
+        (r".*?(?P<loss>\d+\.\d+)", "11,860.00", "11,860.00"),
+        (r"(?P<loss>[\d.]+)", "11,860.00", "11,860.00"),
+        (r"(?P<loss>[\d.]+)", "1,311,860, 7", "1,311,860"),
+        (r"-?(?P<loss>[\d.]+)", "-1.5", "-1.5"),
+        (r"\d*\.(?P<loss>\d+)", ".5", ".5"),
+        (r"\d*(?P<loss>\.\d+)", "1.5", "1.5"),
+        (r"1e-(?P<loss>\d+)", "1e-05", "1e-05"),
+        (r"10*(?P<loss>\d+)", "1000", "1000"),
+        (r"0*(?P<loss>\d+)", "0012", ""),  # zeros at the beginning say nothing
+        (r"[a-z]+[-.](?P<loss>[\d.]+)", "run-1.5", ""),  # a hyphen
+        (r"\.*(?P<loss>[\d.]+)", "...1.5", ""),
+        (r"(?P<loss>[\d.]+)", "1.5,200", ""),  # lists
+        (r"(?P<loss>\d+)", "15,2000", ""),
+        (r"(?P<loss>\d+),(?P<more>\d+)", "15,200", ""),
+        (r"(?P<more>\d+),(?P<loss>\S+)", "15,200.5", ""),
+        (r"(?P<loss>\d+)", "12,300,4.5", ""),
+    ],
+)
+def test_a_group_that_begins_or_ends_inside_a_number_is_a_fault(log, pattern, text, whole):
+    run = log([f"step {step} loss={text}" for step in (1, 2)], "regex", pattern=rf"step (?P<step>\d+) loss={pattern}")
+    assert set(run.faults) == ({"loss"} if whole else set())
+    assert not whole or f": {whole!r}; let the group loss take all of it" in run.faults["loss"]
+
+
+@pytest.mark.parametrize(
     ("old", "new", "metric", "words"),
     [
         ("cross-entropy-loss 11.0003", "cross-entropy-loss 11.0x03", "cross-entropy-loss", "'11.0x03'"),

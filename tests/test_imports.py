@@ -13,19 +13,20 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlspec"
 ROWS = (
     {"errors", "model", "mounts", "escapes", "interrupts", "printed", "workloads", "wire", "slurm"}
-    | {"config_json"},
-    {"git", "locks", "nvcc", "progress", "failure", "shapes", "compare", "logprob_lines", "layouts"},
-    {"changes", "journal", "output", "formats", "columns", "joining", "student", "logprobs", "nodes", "chains"},
+    | {"config_json", "tables"},
+    {"architecture", "git", "locks", "nvcc", "progress", "failure", "shapes", "compare", "logprob_lines", "layouts"},
+    {"changes", "journal", "output", "formats", "columns", "joining", "student", "logprobs", "nodes", "chains"}
+    | {"weight_folders"},
     {"checkout", "child", "json_formats", "pairing", "fallbacks", "measurements", "recordings"},
     {"trainer_formats"},
     {"trees", "readers", "hints", "dlogp_statistics", "cells", "chain_records"},
     {"document", "rules"},
     {"schema", "trainers", "engines", "token_files"},
     {"catalog", "records"},
-    {"contract", "plan", "machine", "verdicts", "runs"},
+    {"contract", "plan", "machine", "verdicts", "runs", "chain_sizes"},
     {"logs", "envelope", "timing", "dlogp", "chain_asked"},
-    {"drift_findings", "drift_evidence", "chain_places", "chain_truth"},
-    {"drift", "chain_verdicts"},
+    {"copies", "drift_findings", "drift_evidence", "chain_places", "chain_truth"},
+    {"drift", "chain_verdicts", "chain_across"},
     {"checks.common"},
     {"checks.training"},
     {"checks.training_rules"},
@@ -33,14 +34,20 @@ ROWS = (
     {"checks.chain"},
     {"checks"},
     {"linting", "render", "launch", "repository", "provenance"},
-    {"reports"},
-    {"collecting"},
+    {"reports", "differing"},
+    {"collecting", "inputs", "snapshot", "surroundings"},
+    {"checkouts"},
     {"arms"},
-    {"reuse"},
+    {"resuming", "reuse"},
     {"pipeline", "report.text", "report.portable"},
     {"report.rows"},
-    {"report.drift_figures", "report.timing_figures", "report.parity_figures", "report.cell_figures",
-     "report.chain_figures"},
+    {
+        "report.drift_figures",
+        "report.timing_figures",
+        "report.parity_figures",
+        "report.cell_figures",
+        "report.chain_figures",
+    },
     {"report.evidence", "report.outcome"},
     {"report.jsonfile", "report.junit", "report.markdown", "report.terminal", "report.tracking"}
     | {"planning", "judging", "listing", "cleaning", "preparing"},
@@ -109,9 +116,20 @@ def test_packages_stay_where_they_belong(name):
     assert not [package for package in found if name not in ONLY[package]]
 
 
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_the_host_imports_nothing_of_the_device(name):
+    assert not [one for one in imports(MODULES[name]) if one.startswith(("rlspec.device", "rlspec.kernels"))]
+
+
 def test_kernels_import_no_rlspec():
     for path in (ROOT / "kernels").rglob("*.py"):
         assert not [i for i in imports(path) if i.startswith("rlspec")]
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, PACKAGE / "device"], ids=lambda folder: folder.name)
+def test_readme_names_every_module(folder):
+    told = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [path.stem for path in sorted(folder.glob("[!_]*.py")) if f"`{path.stem}`" not in told] == []
 
 
 def test_lint_imports_nothing_heavy():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -83,3 +84,29 @@ def test_the_first_value_that_is_not_finite_is_named() -> None:
     broken = Run(arm=Arm(name="feat0", role="feature"), series={"loss": series})
     assert joining.non_finite("loss", broken) == ["feat0: loss is nan at step 2, not a finite number"]
     assert joining.non_finite("lr", broken) == joining.non_finite("loss", run("base0", [1, 2])) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "groups"),
+    [
+        ({"SEED": ("1", "2"), "OUT": ("seed1", "seed2")}, 1),
+        ({"TORCH_RNG": ("1", "2"), "RUN_NAME": ("a", "b"), "LOG_DIR": ("runs/a", "runs/b")}, 1),
+        ({"rng_state": ("1", "2"), "METRICS": ("/tmp/a/m.jsonl", "/tmp/b/m.jsonl")}, 1),
+        ({"SEED": ("1", "2"), "FUSED": ("1", "0")}, 2),
+        ({"SEED": ("1", "2"), "DATA_DIR": ("/tmp/a", "/tmp/b")}, 2),
+        ({"PYTHONPATH": ("/tmp/a", "/tmp/b")}, 2),
+        ({"INIT_FROM": ("/tmp/a.pt", "/tmp/b.pt")}, 2),
+        ({"FAN_OUT": ("3", "4")}, 2),
+        ({"DROPOUT": ("half", "none")}, 2),
+        ({"OUTPUT_DTYPE": ("bf16", "fp32")}, 2),
+        ({"LOG_PROBS": ("true", "false")}, 2),
+        ({"TEACHER": ("qwen/small", "qwen/large")}, 2),
+        ({"STRING": ("a", "b")}, 2),
+    ],
+)
+def test_runs_of_one_sample_differ_in_seeds_and_in_places_to_write_to(
+    values: dict[str, tuple[str, str]], groups: int
+) -> None:
+    arms = [{name: pair[at] for name, pair in values.items()} for at in (0, 1)]
+    runs = [replace(run("feat0", [1]), arm=Arm(name="feat0", role="feature", environment=one)) for one in arms]
+    assert len(joining.alike(runs)) == groups

@@ -91,6 +91,8 @@ def test_reader_and_metric_must_be_known(here):
     assert "pattern" in refused(*LOGS, *JSONL, "--pattern", "x")
     assert "pattern" in refused(*LOGS, "--reader", "regex", "--metric", "loss")
     assert "step" in refused(*LOGS, "--reader", "regex", "--metric", "loss", "--pattern", "loss (?P<loss>.*)")
+    for pattern in ("x{99999999999999999999}", "(" * 10):
+        assert "is no regular expression" in refused(*LOGS, "--reader", "regex", "--pattern", pattern)
     assert "did you mean 'training'" in refused(*LOGS, *JSONL, "--contract", "trainin")
     assert "has no row" in refused(*LOGS, *JSONL, "--contract", "ws1")
 
@@ -108,6 +110,30 @@ def test_a_log_alone_is_not_judged(here):
     assert "base0.jsonl alone cannot be judged" in refused("base0.jsonl")
     assert "nothing to judge" in refused()
     assert "no run 'nowhere'" in refused("nowhere")
+
+
+def test_a_copied_log_is_no_run_of_its_own(here):
+    """A copy is told by what cannot repeat; two equal logs without it are a deterministic training."""
+    (here / "feat0.jsonl").write_bytes((here / "base0.jsonl").read_bytes())
+    made = judged(*LOGS, *JSONL)
+    assert made["outcome"] == "PASS" and "the logs of base0 and feat0 are the same to the byte" in made["notes"][0]
+    rows = [json.loads(line) for line in (here / "base0.jsonl").read_text().splitlines()]
+    for more, held in (
+        ([{"step_time": 1 + row["step"] / 8} for row in rows], "6 values of step_time"),
+        ([{"at": f"2026-10-03 11:20:0{row['step']}"} for row in rows], "6 clock times"),
+        ([{"_timestamp": 1790000000.5 + row["step"]} for row in rows], "6 time stamps"),
+        ([{"timestep": row["step"]} for row in rows], ""),
+    ):
+        text = "".join(json.dumps({**row, **one}) + "\n" for row, one in zip(rows, more, strict=True))
+        for name in ("base0.jsonl", "feat0.jsonl"):
+            (here / name).write_text(text)
+        (verdict,) = judged(*LOGS, *JSONL)["verdicts"]
+        assert verdict["status"] == ("ERROR" if held else "PASS")
+        assert not held or f"the log of base0 to the byte, with {held}: a copy, and no run" in verdict["reason"]
+    for name in LOGS:  # the copy of a base log makes no floor either, nor a difference in time
+        (here / name).write_text((here / "base0.jsonl").read_text().replace('timestep": ', 'elapsed": 0.12'))
+    assert judged(*LOGS, *JSONL)["outcome"] == "ERROR" == judged("out.json")["outcome"]
+    assert judged("base0.jsonl", "feat0.jsonl", "--reader", "jsonl", "--kind", "performance")["outcome"] == "ERROR"
 
 
 def test_several_metrics_and_one_that_nobody_prints(here):

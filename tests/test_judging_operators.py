@@ -101,6 +101,15 @@ def test_a_report_judged_again_can_be_judged_again(elsewhere, given):
     assert again["verdicts"] == given["verdicts"]
 
 
+def test_a_blocked_report_is_printed_again(run, tmp_path, monkeypatch):
+    shutil.copytree(run[0].parents[3] / "workloads", tmp_path / "workloads")
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "spec.yaml", {**SPEC, "requires": {"commands": ["no-such-program"]}})
+    assert rlspec("run", "spec.yaml", "-o", "blocked.json").code == 5
+    done = rlspec("report", "blocked.json")
+    assert done.code == 0 and "no-such-program" in done.out and "exit 5" in done.out, done.err
+
+
 def test_the_run_folder_is_judged_from_its_records(run, monkeypatch):
     folder, given = run
     monkeypatch.chdir(folder.parents[3])
@@ -226,6 +235,23 @@ def test_a_report_that_does_not_agree_with_itself_is_not_printed(elsewhere, give
     next(iter(given["measured"].values()))["cells"].pop()
     Path("report.json").write_text(json.dumps(given))
     assert "its seal is not that of" in rlspec("report", "report.json").err
+
+
+def test_a_report_that_says_other_verdicts_than_its_numbers_give_is_not_printed(elsewhere, given):
+    passed = [{**one, "status": "PASS" if one["status"] == "FAIL" else one["status"]} for one in given["verdicts"]]
+    edited = {**given, "verdicts": passed, "outcome": "PASS", "exit_code": 0}
+    fewer = [one for one in passed if one["judgment"] != "gradient_invariance"]
+    unsealed = {key: value for key, value in edited.items() if key != "seal"}
+    for made, message in (
+        ({**given, "exit_code": 0}, "its exit code 0 is not that of its verdicts"),
+        (edited, "the verdict gradient_invariance a/det_gemm/one PASS is not what its measurements give"),
+        ({**edited, "verdicts": fewer}, "is not what its measurements give"),
+        (unsealed, "it does not hold all that its verdicts are derived from"),
+        ({**unsealed, "kind": "correctness"}, "it does not hold all that its verdicts are derived from"),
+    ):
+        Path("report.json").write_text(json.dumps(made))
+        done = rlspec("report", "report.json")
+        assert (done.code, done.out) == (4, "") and message in done.err, done
 
 
 def test_edited_verdicts_do_not_last(elsewhere, given):

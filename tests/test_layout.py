@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import conftest
+
 ROOT = Path(__file__).parents[1]
 LINKS = ("csrc", "kernels", "schemas", "specs", "templates")
 
@@ -88,3 +90,9 @@ def test_the_host_needs_neither_torch_nor_triton_nor_wandb():
 def test_runs_from_a_checkout_without_an_install():
     assert python("-S", "-c", "import rlspec; print(rlspec.__version__)").strip()
     assert "Usage: rlspec" in python("-m", "rlspec", "--help")
+
+
+@pytest.mark.parametrize("name", conftest.LONGEST)
+def test_the_longest_test_files_are_where_they_are_looked_for(name):
+    """A worker takes a file at a time: one that loses its place may be left over, alone, at the end."""
+    assert len(list((ROOT / "tests").rglob(f"test_{name}.py"))) == 1

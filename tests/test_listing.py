@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlspec import catalog, cells, contract, listing, logs, nodes
+from rlspec import catalog, cells, chains, contract, listing, logs, nodes
 from rlspec.checks import CHECKS, common
 from rlspec.errors import SpecError
 from rlspec.rules import RULES
@@ -32,7 +32,8 @@ def test_every_noun(here):
     assert {"qwen3-30b-a3b", "deepseek-v2-lite", "gpt-oss-120b", "char-gpt"} <= set(names("models"))
     assert names("contracts") == ["strict", "training", "ws1"]
     assert names("trainers") == list(TRAINERS) and names("readers") == list(logs.READERS)
-    assert set(names("judgments")) == {check for checks in common.STANDARD.values() for check in checks}
+    standard = {check for checks in common.STANDARD.values() for check in checks}
+    assert set(names("judgments")) == standard | {chains.ACROSS}
     assert set(names("workloads")) >= {"long", "tiny", "tiny-chain", "wide", "ws1", "ws1-chain"}
     assert set(names("operators")) == set(nodes.NODES)
     assert listing.table("runs", here) == "no runs"

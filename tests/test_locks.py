@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 
@@ -13,6 +14,7 @@ import pytest
 from rlspec import locks
 from rlspec.errors import RunError, SpecError
 from tests.gitrepo import Child
+from tests.processes import LONG
 
 HOLD = "import sys, pathlib; from rlspec import locks\n"
 HOLD += "with locks.held(pathlib.Path(sys.argv[1]), 'run', pathlib.Path('/repo')): print('ready', flush=True); "
@@ -87,8 +89,8 @@ def test_another_machine_keeps_its_lock_up_to_the_stated_silence(file):
         pass
     assert file.read_bytes() == kept and len(list(file.parent.iterdir())) == 1
     text = str(refused.value)
-    assert "(pid 7 on gpu-b, since 20" in text and f"delete {file}" in text
-    assert "sign of life is 200 s old" in text and "void 5 min after" in text
+    assert "(pid 7 on gpu-b, since 20" in text and f"delete {file}" in text and "void 5 min after" in text
+    assert re.search(r"sign of life is 2\d\d s old", text)  # 200, and what this machine took since
 
 
 @pytest.mark.parametrize("change", [{"boot": "other"}, {"namespace": "pid:[1]"}])
@@ -120,7 +122,7 @@ def test_the_clock_of_this_machine_does_not_count(file, ahead, monkeypatch):
     monkeypatch.setattr(locks.os, "utime", touch)
     elsewhere(file, 0)
     real(file, (file.stat().st_mtime + ahead - 100,) * 2)
-    with pytest.raises(SpecError, match="is 100 s old"), hold(file):
+    with pytest.raises(SpecError, match=r"is 1\d\d s old"), hold(file):
         pass
     real(file, (file.stat().st_mtime - locks.SILENT,) * 2)
     with hold(file):
@@ -145,7 +147,7 @@ def test_signs_of_life_are_given_while_a_lock_is_held(file, monkeypatch):
     with hold(file):
         os.utime(file, (1, 1))
         monkeypatch.setattr(locks.os, "utime", lambda *given: (real(*given), beaten.set()))
-        assert beaten.wait(30) and file.stat().st_mtime > 1e9
+        assert beaten.wait(LONG) and file.stat().st_mtime > 1e9
     assert not [one for one in threading.enumerate() if one.name.endswith("(_beat)")]
 
 
@@ -158,7 +160,7 @@ def test_who_has_lost_its_lock_stops_and_leaves_the_other_ones(file, taken, monk
         with pytest.raises(RunError, match="was taken from this process.*or deleted"), hold(file):
             text = json.dumps({**holder(file), "token": "another's"})
             file.write_text(text) if taken else file.unlink()
-            assert told.wait(30)
+            assert told.wait(LONG)
     finally:
         signal.signal(signal.SIGTERM, former)
     assert file.exists() == taken and (not taken or file.read_text() == text)

@@ -29,6 +29,14 @@ HARNESS = (
 )
 NAMES = {"allclose", "assert_close", "isclose", "assert_allclose", "assert_almost_equal", "approx"}
 LIMITS = {"atol", "rtol", "abs_tol", "rel_tol", "tolerance", "baseline_ratio", "relative_rms"}
+DEFAULTED = LIMITS | {"ratio"}  # `ratio or 2` would be a default
+# Powers of two of the harness: no limits, and each a constant with a name.
+POWERS = {
+    "HALF_ULP": "the rounding of each dtype, below which no error can be told from none",
+    "_ROUNDING": "that of fp32 scores, by which equal logits may part",
+    "_SMALL": "the size of an input",
+    "TIE": "by how much inputs are not quite equal",
+}
 POSITIONAL = {"errors": 2, "allclose": 2, "isclose": 2, "assert_close": 2}
 
 # Tests that hold numbers against a formula, not an operator against its reference; each with its reason.
@@ -66,6 +74,9 @@ def tolerances(source):
                     yield node.lineno, name
             if name in ("get", "setdefault") and len(node.args) == 2 and limit(node.args[0]) and number(node.args[1]):
                 yield node.lineno, "a default"
+        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or) and number(node.values[-1]):
+            if DEFAULTED & {getattr(one, "id", getattr(one, "attr", "")) for one in node.values[:-1]}:
+                yield node.lineno, "a default"
         elif isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
                 if key is not None and limit(key) and number(value):
@@ -90,6 +101,18 @@ def number(node):
     return any(isinstance(value, (int, float)) and value != 0 for value in constants)
 
 
+def powers(source):
+    """The constant that each negative power of a literal is the value of; "" for one in the midst of a formula."""
+    tree, named = ast.parse(source), {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            named |= {id(one): getattr(node.targets[0], "id", "") for one in ast.walk(node.value)}
+    for node in ast.walk(tree):
+        power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)
+        if power and isinstance(node.left, ast.Constant) and isinstance(node.right, ast.UnaryOp):
+            yield named.get(id(node), "")
+
+
 def about_operators(path):
     text = path.read_text(encoding="utf-8")
     return any(word in text for word in ("rlspec.device", "operator_harness", "import benches", "rlspec.kernels"))
@@ -100,7 +123,8 @@ TESTS = [p for p in sorted((ROOT / "tests").rglob("*.py")) if about_operators(p)
 
 @pytest.mark.parametrize("path", HARNESS)
 def test_the_harness_has_no_tolerance_of_its_own(path):
-    assert list(tolerances((ROOT / path).read_text(encoding="utf-8"))) == []
+    source = (ROOT / path).read_text(encoding="utf-8")
+    assert list(tolerances(source)) == [] and set(powers(source)) <= set(POWERS)
 
 
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
@@ -130,14 +154,21 @@ def test_each_exception_has_a_reason_and_is_one():
         "def check(a, b, atol=1e-3): ...",
         "assert x == pytest.approx(1.0)",
         "_rtol: float = 2 * 1e-3",
+        "allowed = theirs * (ratio or 2)",
     ],
 )
 def test_what_is_found(source):
     assert len(list(tolerances(source))) >= 1
 
 
+def test_a_power_of_two_in_a_formula_is_found():
+    assert list(powers("allowed = theirs + size * 2**-9")) == ["allowed"]
+    assert list(powers("def beyond(size):\n    return size * 2.0**-9")) == [""]
+
+
 @pytest.mark.parametrize(
-    "source", ["errors(a, b, 0.0, 0.0)", "errors(a, b, atol, rtol)", "limits.get('atol', 0.0)", "{'atol': row.atol}"]
+    "source",
+    ["errors(a, b, 0.0, 0.0)", "errors(a, b, atol, rtol)", "limits.get('atol', 0.0)", "{'atol': row.atol}", "n or 2"],
 )
 def test_what_is_not(source):
     assert list(tolerances(source)) == []

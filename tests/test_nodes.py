@@ -74,6 +74,18 @@ def test_norms_and_rotations_have_the_forms_of_their_time():
         assert nodes.variants(operator, benches.tier()) == ("",)
 
 
+def test_options_of_the_decoder_are_forms_since_their_time():
+    (now,) = workloads.of({**benches.data(routings=["even"]), "cases": 3}).tiers
+    (left_out,) = workloads.of({**benches.data(options=False), "cases": 3}).tiers
+    assert nodes.variants("rms_norm", now) == ("", "small", "rounded")
+    assert nodes.variants("router", now) == ("even", "choice", "narrow", "narrow choice")
+    assert nodes.variants("residual_add", now) == ("", "narrow") and nodes.variants("silu", now) == ("",)
+    assert nodes.variants("rms_norm", left_out) == ("", "small") and nodes.variants("lm_head", left_out) == ("",)
+    for cases in (1, 2):  # of a report of before
+        (before,) = workloads.of({**benches.data(), "cases": cases}).tiers
+        assert nodes.variants("residual_add", before) == ("",) and nodes.variants("router", before) == ("even",)
+
+
 def test_a_tier_may_leave_out_operators_and_judgments():
     tiers = benches.shipped("ws1").tiers
     assert [tier.name for tier in nodes.tiers("attention", tiers)] == ["short", "primary", "long"]

@@ -10,6 +10,7 @@ import pytest
 
 from rlspec import linting, reports, runs, verdicts
 from rlspec.checks import CHECKS
+from tests.processes import time_flies_once
 from tests.tiny import parity, report, rlspec, run_folder, save, starts, statuses, tokens, training
 
 # What identical code and a small offset can come out as, by luck:
@@ -221,8 +222,9 @@ def test_a_log_without_a_step_and_one_that_is_too_short_are_errors(here):
 
 
 def test_time_limit(here):
-    path = change(spec(here, time_limit="1s"), lambda d: arm_of(d, "base0").update(environment={"SLEEP_AT": "2"}))
-    assert rlspec("run", path).code == 4
+    path = change(spec(here, time_limit="1h"), lambda d: arm_of(d, "base0").update(environment={"SLEEP_AT": "2"}))
+    with time_flies_once(lambda: any("step 1/" in log.read_text() for log in here.glob("logging/*/*/2*/*base0.log"))):
+        assert rlspec("run", path).code == 4
     assert report()["arms"][0]["reason"].endswith("reached at step 1")
 
 
@@ -338,6 +340,42 @@ def test_a_revision_outside_of_git_says_what_to_set(here):
 def test_bad_options_write_nothing(here, option):
     done = rlspec("run", spec(here), *option)
     assert done.code == 2 and done.err.count("\n") <= 2 and not written(here) and starts(here / "work") == 0
+
+
+@pytest.mark.parametrize("value", ["0", "0.5"])
+def test_a_variable_of_the_shell_that_would_make_arms_equal_is_refused(here, monkeypatch, value):
+    monkeypatch.setenv("OFFSET", value)
+    path = spec(here)
+    done = rlspec("run", path)
+    assert done.code == 2 and "OFFSET is set in the shell, arm feat0 declares it, and base0, base1 would" in done.err
+    assert "env -u OFFSET" in done.err and not written(here)
+    change(path, lambda data: [arm.update(environment={"OFFSET": "0"}) for arm in data["arms"]])
+    assert rlspec("run", path).code in (0, 1, 3), "what all arms declare, no arm inherits"
+
+
+def test_where_a_process_finds_its_files_may_differ_from_the_shell(here):
+    path = spec(here)
+    change(path, lambda data: arm_of(data, "feat0").update(environment={"PATH": f"/nowhere:{os.environ['PATH']}"}))
+    assert rlspec("run", path).code in (0, 1, 3)
+    change(path, lambda data: arm_of(data, "feat0").update(environment={"PATH": os.environ["PATH"]}))
+    assert rlspec("run", path).code == 2, "the same value: the arms are equal"
+
+
+def test_what_a_batch_system_sets_is_refused_only_where_it_makes_arms_equal_and_only_for_arms_that_run(
+    here, monkeypatch
+):
+    path = spec(here)
+    change(path, lambda data: arm_of(data, "feat0").update(environment={"OMP_NUM_THREADS": "1", "OFFSET": "0"}))
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert rlspec("run", path).code in (0, 1, 3)
+    assert "base0, base1 took OMP_NUM_THREADS from the shell, where feat0 declares another value" in report()["notes"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert rlspec("run", path).code == 2, "the same value: the arms are equal"
+    monkeypatch.setenv("OFFSET", "0")
+    assert rlspec("run", path, "--arm", "feat0", "--from", run_folder().name).code in (0, 1, 3)
+    before = set((here / "workspace").rglob("*"))
+    assert rlspec("run", path, "--arm", "base1", "--from", run_folder().name).code == 2
+    assert set((here / "workspace").rglob("*")) == before
 
 
 def test_a_bad_template_writes_nothing(here):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from rlspec import provenance, repository
+from rlspec import pipeline, provenance, repository
+from rlspec.interrupts import Interrupted
 from tests.gitrepo import commit, git, state, worktrees
 from tests.tiny import report, rlspec, run_folder, save, statuses
 
@@ -23,6 +25,8 @@ SHIFT = {shift}
 
 def main():
     drift = float(os.environ.get("DRIFT", "0"))
+    if "LEAVE" in os.environ:
+        open(os.environ["LEAVE"], "w").close()
     if "MOVE" in os.environ:
         subprocess.run(["git", "-C", os.environ["MOVE"], "branch", "-q", "-f", "change", "main"], check=True)
     for step in range(1, 7):
@@ -151,6 +155,59 @@ def test_an_arm_that_uses_nothing_of_its_tree_is_an_error(repo, isolation):
     assert "no Python file of" in report()["arms"][0]["reason"]
 
 
+def test_a_copy_installed_elsewhere_of_what_the_branch_changes_is_an_error(repo, monkeypatch):
+    """The tree keeps its package where nothing looks; other files of it were used, so the tree is not unused."""
+    for branch, shift in (("main", 0.0), ("change", 0.001)):
+        git(repo, "checkout", "-q", branch)
+        commit(repo, "moved", {"python/train/__init__.py": TRAIN.format(shift=shift), "launch.py": RUN_FILE})
+        git(repo, "rm", "-q", "train.py")
+        commit(repo, "launched", {"specs/run.py.j2": "import launch\n"})
+    place = repo.parent / "site-packages" / "train" / "__init__.py"
+    place.parent.mkdir(parents=True)
+    place.write_text(TRAIN.format(shift=0.0))
+    monkeypatch.setenv("PYTHONPATH", str(place.parents[1]))
+    assert rlspec("run", spec(repo)).code == 4
+    assert f"train was imported from {place}" in report()["arms"][0]["reason"]
+
+
+def test_what_differs_and_is_neither_used_nor_built_is_said_beside_the_verdict(repo):
+    git(repo, "checkout", "-q", "-B", "change", "main")
+    commit(repo, "a kernel", {"csrc/k.cu": "// faster\n", "README.md": "said\n"})
+    done = rlspec("run", spec(repo))
+    (note,) = report()["notes"]
+    assert "the commits differ in csrc/k.cu and the spec has no `build:`" in note and "note: the commits" in done.out
+
+
+@pytest.mark.parametrize(("isolation", "later"), [("worktree", "base1"), ("checkout", "base1, feat0")])
+def test_what_an_arm_leaves_to_the_next_one_in_its_tree_is_said(repo, isolation, later):
+    build = [["touch", "built"]]  # ignored by git, and there before the arm
+    path = spec(repo, {"LEAVE": "state.log"}, isolation=isolation, build=build)
+    assert rlspec("run", path).code == 0
+    (note,) = report()["notes"]
+    assert note.startswith(f"state.log appeared or changed while base0 ran, in the tree in which {later} ran after")
+
+
+def test_code_of_another_repository_is_the_same_for_all_commits(repo, tmp_path):
+    other = tmp_path / "other"
+    git(tmp_path, "init", "-q", str(other))
+    commit(other, "library", {"lib.py": "\n"})
+    edit = (
+        f"import os, sys\nsys.path.append({str(other)!r})\nimport lib\n"
+        f"if 'EDIT' in os.environ and not os.path.exists({str(tmp_path / 'edited')!r}):\n"
+        f"    open({str(tmp_path / 'edited')!r}, 'w').close()\n    open(lib.__file__, 'a').write('#')\n"
+    )
+    commit(repo, "edits", {"specs/run.py.j2": edit + RUN_FILE})
+    path = spec(repo, {"EDIT": "1"})
+    assert rlspec("run", path).code == 4
+    (failed,) = (arm for arm in report()["arms"] if arm["status"] == "failed")
+    assert failed["reason"].startswith(f"{other / 'lib.py'} changed while the arm ran"), failed
+    rlspec("run", path, "--retry-errors")
+    assert set(statuses(report()).values()) == {"done"}
+    (other / "lib.py").write_text("SHIFT = 1\n")
+    done = rlspec("run", path, "--arm", "feat0", "--from", run_folder().name)
+    assert done.code == 2 and "cannot be used: " in done.err and "lib.py, outside its tree, changed" in done.err
+
+
 def test_the_record_of_an_arm_holds_what_was_observed_and_no_secret(repo, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hunter2-hunter2")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -169,11 +226,40 @@ def test_a_run_that_goes_on_keeps_its_commits(repo):
     rlspec("run", path, "--arm", "base0")
     change = git(repo, "rev-parse", "change")
     git(repo, "branch", "-q", "-f", "change", "main")
-    assert rlspec("run", path, "--resume").code == 0
-    assert report()["arms"][2]["commit"] == change
+    done = rlspec("run", path, "--resume")
+    assert done.code == 0 and report()["arms"][2]["commit"] == change
+    main, name = git(repo, "rev-parse", "main"), run_folder().name
+    (note,) = (note for note in report()["notes"] if "goes on with" in note)
+    assert note.startswith(f"change is at {main[:12]} now; {name} goes on with {change[:12]}") and note in done.err
+    for option in ("--resume", "--retry-errors"):
+        done = rlspec("run", path, option)  # nothing is left to do but to say again what was found of another commit
+        assert done.code == 2 and f"change moved from {change[:12]} to {main[:12]}" in done.err, done
+    assert f"--from {name}" in done.err
     done = rlspec("run", path, "--from", run_folder().name)  # a new run resolves anew, and so feat0 is another one
     assert statuses(report()) == {"base0": "reused", "base1": "reused", "feat0": "done"}
     assert "feat0: runs again, since the commit differs" in done.err
+
+
+def test_a_failed_arm_is_tried_again_at_its_commit_and_where_the_branch_is_now_is_said(repo):
+    path = spec(repo)
+    commit(repo, "broken", {"train.py": "def main():\n    raise SystemExit('bad')\n"})
+    git(repo, "branch", "-q", "-f", "change", "mine")
+    assert rlspec("run", path).code == 4
+    broken = commit(repo, "fixed", {"train.py": TRAIN.format(shift=0.001)}) and git(repo, "rev-parse", "change")
+    git(repo, "branch", "-q", "-f", "change", "mine")
+    done = rlspec("run", path, "--retry-errors")
+    assert done.code == 4 and f"goes on with {broken[:12]}" in done.err and "--from" in done.err
+
+
+def test_an_interrupt_before_anything_ran_leaves_nothing_to_go_on_with(repo, monkeypatch):
+    def cut_off(*_):
+        raise Interrupted(signal.SIGINT)
+
+    path = spec(repo)
+    monkeypatch.setattr(pipeline.runs, "publish", cut_off)
+    done = rlspec("run", path)
+    assert done.code == 130 and "before anything of" in done.err and "--resume" not in done.err
+    assert not list((repo / "workspace").glob("*/*/*")) and worktrees(repo) == 1
 
 
 def test_an_unknown_revision_names_the_nearest(repo):

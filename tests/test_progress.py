@@ -19,7 +19,7 @@ LINES = [
     ("step:3 - actor/entropy:0.3231 - actor/pg_loss:0.0012", 3, None, None),
     ("step 3/32 | load-balance-loss 1.03 | loss nan", 3, 32, "nan"),
     ("step 3/32  train/loss=-0.5", 3, 32, "-0.5000"),
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 NO_STEP = [
     "launch(cfg=PretrainLMCfg(max_steps=32, step_log=True))",
     "step-time 4.812 sec",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -393,3 +394,14 @@ def test_a_copy_in_an_environment_inside_the_repository(repo: Path, tmp_path: Pa
         folder.mkdir()
         assert "a copy is installed" in wrong(ran(folder / "a", sys.executable, code + "inner\n", tree), tree, repo)
         assert wrong(ran(folder / "b", sys.executable, code + "other\n", tree), tree, repo) == "None"
+
+
+def test_the_same_words_are_secret_in_the_arm_and_here() -> None:
+    """The observer stands alone, in whatever Python the arm has."""
+    source = (Path(provenance.__file__).parent / "observer" / "sitecustomize.py").read_text(encoding="utf-8")
+    (there,) = [
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SECRET"
+    ]
+    assert provenance.SECRET.pattern == "|".join(there)

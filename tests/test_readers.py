@@ -15,6 +15,23 @@ def test_readers_are_complete():
     assert all(set(reader.timing) <= {"step_time", "throughput", "peak_memory"} for reader in READERS.values())
 
 
+def test_a_reader_that_knows_metrics_knows_a_loss_and_a_log_without_any_is_a_fault(log):
+    assert all(bool(reader.losses) == bool(reader.metrics) for reader in READERS.values())
+    lines = [TITAN.format(step).replace("loss:", "lss:") for step in (1, 2)]
+    assert log(lines, "torchtitan").faults == {
+        "loss": "base0.log has no loss on its step lines; they have lss, grad_norm, memory, tps, tflops, mfu"
+    }
+    assert not log(lines, "torchtitan", metrics=["grad_norm"]).faults
+    lines = [
+        line.replace(" 11.", " tensor(11.").replace("gradient-norm 49.5", "gradient-norm N/A") for line in pith([1])
+    ]
+    found = log(lines, "pithtrain").faults
+    assert "line 1 has cross-entropy-loss 'tensor(11.0001'" in found["cross-entropy-loss"]
+    assert log([lines[0].replace("N/A001", "N/A")], "pithtrain").faults["gradient-norm"] == (
+        "base0.log has gradient-norm 'N/A' at line 1, and no value of it anywhere"
+    )
+
+
 def test_units():
     assert READERS["pithtrain"].units == "s, tokens/s of the job, GiB"
     assert READERS["torchtitan"].units == "tokens/s a device, GiB" and READERS["megatron"].units == "s"
@@ -81,6 +98,9 @@ def test_megatron(log):
 def test_megatron_counts_of_bad_iterations_are_noted(log):
     run = log(megatron([1, 2]) + megatron([3, 4], skipped=1), "megatron")
     assert run.notes == ("base0.log: number of skipped iterations is above 0 at 2 steps, first at step 3",)
+    bad = [line.replace("iterations:   1", "iterations: nan") for line in megatron([1, 2], skipped=1)]
+    run = log(bad, "megatron")
+    assert run.notes == ("base0.log: number of skipped iterations is NaN at 2 steps, first at step 1",)
     run = log(megatron([1], skipped=2), "megatron", metrics=["number of skipped iterations"])
     assert points(run, "number of skipped iterations") == {1: 2} and run.notes
 

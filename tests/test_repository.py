@@ -10,7 +10,8 @@ import pytest
 
 from rlspec import checkout, repository
 from rlspec.errors import RunError, SpecError
-from tests.gitrepo import Child, eventually, git, state, worktrees
+from tests.gitrepo import Child, git, state, worktrees
+from tests.processes import LONG, wait_for
 
 
 @pytest.mark.parametrize("kind", ["worktree", "checkout"])
@@ -62,7 +63,7 @@ def test_signal_in_the_middle_of_an_arm(repo: Path, folder: Path, kind: str, num
     before, base = state(repo), git(repo, "rev-parse", "main")
     with Child(ARM, repo, folder, kind, base) as child:
         os.killpg(child.pid, number)
-        assert child.wait(30) == code
+        assert child.wait(LONG) == code
     assert state(repo) == before
     assert worktrees(repo) == 1
     assert repository.repair(repo) == []
@@ -73,7 +74,7 @@ def test_the_next_run_repairs_after_a_kill(repo: Path, folder: Path, kind: str) 
     before, base = state(repo), git(repo, "rev-parse", "main")
     with Child(ARM, repo, folder, kind, base) as child:
         os.killpg(child.pid, signal.SIGKILL)
-        child.wait(30)
+        child.wait(LONG)
     if kind == "checkout":
         assert git(repo, "rev-parse", "HEAD") == base and state(repo) != before
         (repo / "model.py").write_text("half written by the killed arm\n")
@@ -100,7 +101,7 @@ def test_repair_around_a_spec_that_the_kill_took_off_the_tree(repo: Path, folder
         with pytest.raises(SpecError, match="is using"):
             repository.repair_around(spec)
         child.kill()
-        child.wait(30)
+        child.wait(LONG)
     assert "back on feature" in repository.repair_around(spec)[0]
     assert state(repo) == before
 
@@ -109,7 +110,7 @@ def test_repair_removes_worktrees_whose_folder_is_gone(repo: Path, folder: Path)
     base = git(repo, "rev-parse", "main")
     with Child(ARM, repo, folder, "worktree", base) as child:
         child.kill()
-        child.wait(30)
+        child.wait(LONG)
     subprocess.run(["rm", "-rf", str(folder)], check=True)
     assert "worktrees are removed" in repository.repair(repo)[0]
     assert worktrees(repo) == 1
@@ -119,7 +120,7 @@ def test_repair_leaves_a_tree_that_was_moved_by_hand(repo: Path, folder: Path) -
     base = git(repo, "rev-parse", "main")
     with Child(ARM, repo, folder, "checkout", base) as child:
         child.kill()
-        child.wait(30)
+        child.wait(LONG)
     git(repo, "checkout", "-q", "main")
     (repo / "model.py").write_text("work of the user\n")
     before = state(repo)
@@ -159,10 +160,10 @@ def test_interrupt_while_git_switches_to_the_arm(repo: Path, folder: Path, tmp_p
     before, base = state(repo), git(repo, "rev-parse", "main")
     began, go = slow(repo, tmp_path)
     with Child(ARM, repo, folder, "checkout", base, wait=False) as child:
-        assert eventually(began.exists)
+        wait_for(began.exists)
         os.killpg(child.pid, signal.SIGINT)
         go.touch()
-        assert child.wait(30) == -signal.SIGINT
+        assert child.wait(LONG) == -signal.SIGINT
         assert child.stdout is not None and child.stdout.read() == "", "the arm must not start"
     assert state(repo) == before
     assert not (repo / ".git" / "index.lock").exists()
@@ -176,11 +177,11 @@ def test_interrupts_during_the_restore(repo: Path, folder: Path, tmp_path: Path)
         began.unlink()
         go.unlink()
         os.killpg(child.pid, signal.SIGINT)
-        assert eventually(began.exists)
+        wait_for(began.exists)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
             os.killpg(child.pid, number)
         go.touch()
-        assert child.wait(30) in (-signal.SIGINT, 143)
+        assert child.wait(LONG) in (-signal.SIGINT, 143)
     assert state(repo) == before
     assert repository.repair(repo) == []
 
@@ -189,9 +190,9 @@ def test_kill_while_git_switches(repo: Path, folder: Path, tmp_path: Path) -> No
     before, base = state(repo), git(repo, "rev-parse", "main")
     began, go = slow(repo, tmp_path)
     with Child(ARM, repo, folder, "checkout", base, wait=False) as child:
-        assert eventually(began.exists)
+        wait_for(began.exists)
         os.killpg(child.pid, signal.SIGKILL)
-        child.wait(30)
+        child.wait(LONG)
     threading.Timer(0.1, go.touch).start()
     assert "was cut off while" in repository.repair(repo)[0], "git went on alone, and repair waited for it"
     assert state(repo) == before

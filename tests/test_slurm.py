@@ -8,11 +8,12 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ from rlspec import slurm
 from rlspec.launch import argv, execute
 from rlspec.model import Launch
 from tests import slurm_cluster
+from tests.processes import LONG, wait_for
 from tests.tiny import PATTERN, report, rlspec, run_folder, save, statuses
 
 # torchrun in the place of torch's, for tests that are about slurm: it starts the ranks of its node, and no more.
@@ -54,7 +56,7 @@ if deaf:
 for step in range(1, 7):
     if str(step) == os.environ.get("HANG_AT") and not os.path.exists(os.environ["FIXED"]):
         open(os.environ["FIXED"] + f".{rank}", "w").close()
-        time.sleep(120)
+        time.sleep(600)
     if rank == int(os.environ.get("FAILS", "-1")) and step == 3:
         raise ValueError(f"a bad day of rank {rank}")
     if rank == 0:
@@ -166,6 +168,32 @@ def test_a_machine_without_slurm_is_blocked(tmp_path, monkeypatch):
     assert done.code == 5 and "program 'srun' is not on PATH" in done.out
 
 
+def test_the_port_is_torchruns_alone():
+    with slurm._held_port() as held, socket.socket() as other, socket.socket() as store:
+        address = ("", held.getsockname()[1])
+        with pytest.raises(OSError, match="in use"):
+            other.bind(address)
+        store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        store.bind(address)
+        store.listen()
+
+
+@pytest.mark.parametrize("limit, waited", [(60.0, "time limit 1m reached"), (None, None)])
+def test_the_time_limit_is_the_nodes_and_not_the_queues(monkeypatch, tmp_path, limit, waited):
+    """An hour in the queue is none of it; then it counts from when the first node is seen to have started."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(slurm, "time", clock)
+    run = made_run(monkeypatch, tmp_path)
+    run.time_limit, clock.now = limit, 3600.0
+    assert not run._overdue(0.0)
+    (tmp_path / "started-1.json").write_text("{}")
+    assert not run._overdue(0.0)
+    clock.now += 59.0
+    assert not run._overdue(0.0)
+    clock.now += 2.0
+    assert run._overdue(0.0) == (limit is not None) and run.reason == waited
+
+
 # On two nodes
 
 
@@ -203,17 +231,13 @@ def test_three_arms_on_two_nodes(here):
 
 
 def when(condition, action):
-    """Do something as soon as a condition holds, beside the test."""
+    """Do something as soon as a condition holds, beside the test. `result()` raises where that never came."""
 
     def wait():
-        until = time.monotonic() + 60
-        while not condition() and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_for(condition)
         action()
 
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
+    return ThreadPoolExecutor(1).submit(wait)
 
 
 def test_an_arm_that_is_cancelled_runs_again(here, cluster):
@@ -223,7 +247,7 @@ def test_an_arm_that_is_cancelled_runs_again(here, cluster):
     path.write_text(data)
     killer = when((here / "fixed.1").exists, lambda: cluster.ask("scancel", "--user=root"))
     done = rlspec("run", path)
-    killer.join()
+    killer.result()
     assert done.code == 4 and statuses(report())["feat0"] == "failed", done.out
     assert "was cancelled (scancel)" in done.out
     (here / "fixed").touch()
@@ -243,12 +267,12 @@ def arm(here, cluster, *, time_limit=None, queue_limit=600.0, nodes=2, options=(
         **slurm.environment(folder, time_limit, queue_limit), **(inside or {}), **more,
     }  # fmt: skip
     outcome = execute(argv(launch, [sys.executable, str(here / "train.py")]), cwd=here, environment=environment,
-                      log=here / "arm.log", time_limit=2 * slurm.LINGER)  # fmt: skip
+                      log=here / "arm.log", time_limit=LONG)  # fmt: skip
     return outcome, slurm.result(folder)
 
 
 def test_a_request_that_cannot_be_met_does_not_wait(here, cluster):
-    outcome, told = arm(here, cluster, nodes=3, queue_limit=30)
+    outcome, told = arm(here, cluster, nodes=3, queue_limit=LONG)
     assert outcome.returncode and not told["nodes"], told
     assert "slurm will never start job" in told["reason"] or "sbatch refused the job" in told["reason"]
     outcome, told = arm(here, cluster, queue_limit=1.5, options=("--begin=now+1hour",))
@@ -258,8 +282,9 @@ def test_a_request_that_cannot_be_met_does_not_wait(here, cluster):
 
 
 def test_a_time_limit_counts_from_the_start_of_the_nodes(here, cluster):
-    outcome, told = arm(here, cluster, time_limit=6.0, HANG_AT="2")
-    assert told["reason"] == "time limit 6s reached" and outcome.step == 1
+    """Its job may begin two seconds later; and however little of the arm has run by then, it is over."""
+    outcome, told = arm(here, cluster, time_limit=1.0, options=("--begin=now+2",), HANG_AT="2")
+    assert told["reason"] == "time limit 1s reached" and told["nodes"], told
 
 
 def test_a_rank_that_fails_is_named_by_its_own_words(here, cluster):
@@ -272,11 +297,14 @@ def test_a_node_that_is_lost(here, cluster):
     def lose():
         cluster.ask("scontrol", "update", "NodeName=127.0.0.2", "State=DOWN", "Reason=pulled")
 
-    loser = when((here / "fixed.1").exists, lose)
+    def both_are_at_work():
+        return (here / "fixed.1").exists() and "step 1/6" in (here / "arm.log").read_text()
+
+    loser = when(both_are_at_work, lose)
     outcome, told = arm(here, cluster, HANG_AT="2")
-    loser.join()
+    loser.result()
     cluster.ask("scontrol", "update", "NodeName=127.0.0.2", "State=RESUME")
-    assert outcome.returncode and "lost a node" in told["reason"], told
+    assert outcome.returncode and "lost a node" in told["reason"] and outcome.step == 1, told
 
 
 def test_ctrl_c_cancels_the_job(here, cluster):
@@ -286,13 +314,13 @@ def test_ctrl_c_cancels_the_job(here, cluster):
     root = str(Path(__file__).parents[1])
     running = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": root}, stdout=subprocess.DEVNULL,
                                stderr=subprocess.PIPE, text=True)  # fmt: skip
-    when((here / "fixed.1").exists, lambda: running.send_signal(signal.SIGINT)).join()
-    assert "--resume` goes on" in running.communicate(timeout=60)[1] and running.returncode == 130
+    when((here / "fixed.1").exists, lambda: running.send_signal(signal.SIGINT)).result()
+    assert "--resume` goes on" in running.communicate(timeout=LONG)[1] and running.returncode == 130
 
 
 def test_only_the_job_of_the_earlier_try_is_cancelled(here, cluster, monkeypatch):
     """On another cluster that shares the file system, the number may be another job of the same user."""
-    number = cluster.ask("sbatch", "--parsable", "--job-name=rlspec-mine", "--output=/dev/null", "--wrap=sleep 60")
+    number = cluster.ask("sbatch", "--parsable", "--job-name=rlspec-mine", "--output=/dev/null", "--wrap=sleep 600")
     monkeypatch.setenv(slurm.FOLDER, str(here / "nodes"))
     (here / "nodes").mkdir()
     for name, stays in (("rlspec-other", True), ("rlspec-mine", False)):
@@ -309,8 +337,8 @@ def test_gpus_are_asked_for(here, cluster):
 @pytest.fixture
 def allocation(cluster):
     """The environment of a job that holds both nodes, as the shell of salloc has it."""
-    cluster.ask("salloc", "--nodes=2", "--quiet", "--no-shell")
-    number = cluster.ask("squeue", "-h", "-t", "R", "-o", "%i")
+    cluster.ask("salloc", "--nodes=2", "--quiet", "--no-shell", "--job-name=allocation")
+    number = cluster.ask("squeue", "-h", "--name=allocation", "-t", "R", "-o", "%i")
     assert number.isdigit()
     yield {"SLURM_JOB_ID": number, "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "127.0.0.[1-2]"}
     cluster.ask("scancel", number)
@@ -322,8 +350,8 @@ def test_inside_an_allocation(here, cluster, allocation):
     assert outcome.step == 6 and (here / "arm.log").read_text().count("meets at 127.0.0.1") == 2
     outcome, told = arm(here, cluster, inside=allocation, nodes=3)
     assert "has 2 nodes, the spec wants 3" in told["reason"]
-    outcome, told = arm(here, cluster, inside=allocation, time_limit=6.0, HANG_AT="2")
-    assert told["reason"] == "time limit 6s reached" and told["returncodes"] != [0, 0]
+    outcome, told = arm(here, cluster, inside=allocation, time_limit=1.0, HANG_AT="2")
+    assert told["reason"] == "time limit 1s reached" and told["returncodes"] != [0, 0]
 
 
 def test_a_step_whose_ranks_ignore_the_signal(here, cluster, allocation):
@@ -335,7 +363,7 @@ def test_a_step_whose_ranks_ignore_the_signal(here, cluster, allocation):
 
     killer = when((here / "fixed.1").exists, cancel)
     outcome, told = arm(here, cluster, inside=allocation, HANG_AT="2", DEAF="1")
-    killer.join()
+    killer.result()
     assert outcome.returncode and told["reason"] and told["returncodes"] != [0, 0], told
 
 

@@ -53,6 +53,9 @@ def test_several_runs_give_a_t_interval_over_their_figures() -> None:
     assert found.statistic == pytest.approx(-250 / 11)
     assert high - low == pytest.approx(2 * 100 * 4.30265272975 * error / 11)
     assert "pooled variance" in found.reason and "no interval" not in found.reason
+    assert not found.notes
+    other = replace(runs[2], arm=replace(runs[2].arm, environment={"FUSED": "1"}))
+    assert "the feature arms feat0 and feat1 have other settings" in judge([*runs[:2], other, runs[3]]).notes[0]
 
 
 def test_one_run_of_one_role_gives_no_interval() -> None:

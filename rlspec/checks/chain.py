@@ -6,12 +6,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlspec import catalog, chain_verdicts, chains, dlogp, machine, nodes, plan, schema, workloads
+from rlspec import (
+    catalog,
+    chain_across,
+    chain_sizes,
+    chain_verdicts,
+    chains,
+    dlogp,
+    machine,
+    nodes,
+    plan,
+    schema,
+    weight_folders,
+    workloads,
+)
+from rlspec.cells import Finding
 from rlspec.chain_asked import PARITY, Asked
 from rlspec.checks import common, operators
 from rlspec.contract import Contract
 from rlspec.document import escape, read
 from rlspec.errors import SpecError
+from rlspec.layouts import CANONICAL
 from rlspec.model import Arm, Document, Judgment, Problem, Result, Row, Spec, Verdict
 
 TEMPLATE = catalog.SHIPPED.parent / "templates" / "chain" / "run.py.j2"
@@ -21,6 +36,13 @@ PROFILE = "ws1"
 
 def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     yield from common.unique_names(document, data)
+    asked = data.get("judgments", ())
+    if len(data["arms"]) == 1 and chains.ACROSS in asked:
+        message = f"{chains.ACROSS} holds an arm against the first one, and there is one alone"
+        yield common.at(document, "/judgments", "RL316", message, "add an arm, or leave the judgment out")
+    if chains.ACROSS in asked and not {"gradient_invariance", "gradient_accuracy"} & set(asked):
+        message = f"{chains.ACROSS} holds gradients against each other, and no other judgment asks for them"
+        yield common.at(document, "/judgments", "RL316", message, "name gradient_invariance or gradient_accuracy, too")
     for index, arm in enumerate(data["arms"]):
         given, pointer = arm["implementation"], f"/arms/{index}/implementation"
         if isinstance(given, str):
@@ -37,23 +59,17 @@ def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
 
 
 def model(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
-    try:
-        chains.sizes(catalog.whole(data["model"], document.path.parent))
-    except SpecError as error:
-        message, hint = common.hinted(error)
-        yield common.at(document, "/model", "RL201", message, hint)
-    except ValueError as error:
-        hint = "a chain takes all sizes from the model entry"
-        yield common.at(document, "/model", "RL313", f"model {data['model']}: {error}", hint)
+    yield from common.decoded(document, data["model"], "a chain takes all sizes from the model entry")
 
 
 def workload(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     try:
         chain = chains.asked(workloads.of(catalog.workload(data["workload"], document.path.parent)))
         chains.cells(chain, data.get("cells", ()))
+        if set(chains.STATEFUL) & set(data.get("judgments", chains.JUDGMENTS)):
+            chains.check_reads(chain)
     except SpecError as error:
-        message, hint = common.hinted(error)
-        yield common.at(document, "/workload", "RL201", message, hint)
+        yield common.unknown(document, "/workload", error)
     except ValueError as error:
         message = f"workload {data['workload']}: {error}"
         yield common.at(document, "/workload", "RL314", message, "correct the workload, or name one for chains")
@@ -64,8 +80,20 @@ def weights(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         try:
             _pins(data["weights"]["pins"], document.path.parent)
         except SpecError as error:
-            message, hint = common.hinted(error)
-            yield common.at(document, "/weights/pins", "RL201", message, hint)
+            yield common.unknown(document, "/weights/pins", error)
+
+
+def folder(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    """Pins are of tensors alone: what the model does with them, its config.json says."""
+    path = data["weights"].get("path")
+    try:
+        declared = catalog.whole(data["model"], document.path.parent)
+    except SpecError:  # said of the model
+        return
+    if path is not None and (other := weight_folders.unfit(declared, document.path.parent / path)):
+        message = f"model {data['model']} is not the one in {path}: {other}"
+        hint = "name the model that the folder holds, or correct its config.json"
+        yield common.at(document, "/model", "RL305", message, hint)
 
 
 def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -78,10 +106,11 @@ def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]
 
 
 RULES: tuple[tuple[common.Rule, tuple[str, ...]], ...] = (
-    (arms, ("arms",)),
+    (arms, ("arms", "judgments")),
     (model, ("model",)),
-    (workload, ("workload", "cells")),
+    (workload, ("workload", "cells", "judgments")),
     (weights, ("weights",)),
+    (folder, ("weights", "model")),
     (contract_rows, ("judgments", "contract", "dtype")),
     (common.question, ("question",)),
 )
@@ -170,28 +199,51 @@ def context(spec: Spec, contract: Contract) -> dict[str, Any]:
 
 def judge(spec: Spec, results: Sequence[Result], contract: Contract) -> list[Verdict]:
     """One verdict a judgment and configuration, arm by arm; one a judgment of an arm that left nothing."""
-    return [verdict for result in results for verdict in _of_arm(spec, result, contract)]
+    alone = [verdict for result in results for verdict in _of_arm(spec, result, contract)]
+    if chains.ACROSS not in [judgment.check for judgment in spec.judgments]:
+        return alone
+    return alone + [_beside(spec, results[0], result, contract) for result in results[1:]]
+
+
+def _beside(spec: Spec, first: Result, result: Result, contract: Contract) -> Verdict:
+    """An arm held against the first one."""
+    sides, name = (first, result), f"{CANONICAL} beside {first.arm.name}"
+    of_first, of_mine = (_asked(spec, one.arm, contract) for one in sides)
+    row = of_mine.row(chains.ACROSS)
+    if row.status in ("out_of_scope", "not_applicable"):
+        found = Finding(category="not_applicable", reason=row.reason)
+    elif first.measured is None or result.measured is None:
+        failed = next(one for one in sides if one.measured is None)
+        reason = f"arm {failed.arm.name}: {failed.failure or 'the arm left no records'}"
+        found = Finding(category="process", reason=reason)
+    else:
+        found = chain_across.judge(first.measured, result.measured, of_first, of_mine, row)
+    return _verdict(result.arm.name, chains.ACROSS, name, row, found)
 
 
 def _of_arm(spec: Spec, result: Result, contract: Contract) -> Iterator[Verdict]:
     asked, arm = _asked(spec, result.arm, contract), result.arm.name
     if result.measured is None:
         reason = f"arm {arm}: {result.failure or 'the arm left no records'}"
-        for judgment in asked.judgments:
+        for judgment in (name for name in asked.judgments if name != chains.ACROSS):
             place = {"arm": arm, "configuration": "*", "category": "process"}
             yield Verdict(judgment=judgment, subject=f"{arm}/*", status="ERROR", reason=reason, evidence=place)
         return
     for judgment, name, row, found in chain_verdicts.judge(result.measured, asked):
-        yield Verdict(
-            judgment=judgment,
-            subject=f"{arm}/{name}",
-            status=found.status,
-            reason=found.reason,
-            statistic=found.statistic,
-            row=row,
-            evidence={"arm": arm, "configuration": name, "category": found.category, **found.evidence},
-            notes=found.notes,
-        )
+        yield _verdict(arm, judgment, name, row, found)
+
+
+def _verdict(arm: str, judgment: str, name: str, row: Row, found: Finding) -> Verdict:
+    return Verdict(
+        judgment=judgment,
+        subject=f"{arm}/{name}",
+        status=found.status,
+        reason=found.reason,
+        statistic=found.statistic,
+        row=row,
+        evidence={"arm": arm, "configuration": name, "category": found.category, **found.evidence},
+        notes=found.notes,
+    )
 
 
 def row(spec: Spec, judgment: str, contract: Contract) -> Row:
@@ -208,7 +260,7 @@ def _asked(spec: Spec, arm: Arm, contract: Contract) -> Asked:
     return Asked(
         chain=chain,
         cells=chains.cells(chain, spec.chain["cells"]),
-        sizes=chains.sizes(spec.chain["model"]),
+        model=chain_sizes.of(spec.chain["model"]),
         judgments=tuple(judgment.check for judgment in spec.judgments),
         implementation=arm.implementation,
         weights=spec.chain["weights"],
@@ -217,6 +269,7 @@ def _asked(spec: Spec, arm: Arm, contract: Contract) -> Asked:
         device=spec.requires.get("device"),
         fault=arm.fault,
         resolve=resolve,
+        cannot_fail=contract.cannot_fail,
     )
 
 

@@ -8,8 +8,7 @@ from itertools import product
 from pathlib import PurePath
 from typing import Any
 
-from rlspec import chains, contract, nodes, plan, schema
-from rlspec.device import architecture
+from rlspec import architecture, catalog, chain_sizes, chains, contract, nodes, plan, schema
 from rlspec.document import escape
 from rlspec.errors import SpecError
 from rlspec.model import Document, Expect, Problem, Severity
@@ -47,6 +46,12 @@ def hinted(error: SpecError) -> tuple[str, str]:
     """A message and the suggestion that follows it."""
     message, _, hint = re.sub(r"; (did you mean|known:|none is known)", r"\0\1", str(error)).partition("\0")
     return message, hint
+
+
+def unknown(document: Document, pointer: str, error: SpecError) -> Problem:
+    """What the catalog does not have, or has with a mistake."""
+    message, hint = hinted(error)
+    return at(document, pointer, "RL201", message, hint)
 
 
 def apply(document: Document, rules: Sequence[tuple[Rule, tuple[str, ...]]], broken: set[str]) -> list[Problem]:
@@ -96,8 +101,7 @@ def contract_rows(document: Document, data: dict[str, Any], subjects: Sequence[s
     try:
         rows = contract.load(name, document.path.parent)
     except SpecError as error:
-        message, hint = hinted(error)
-        yield at(document, "/contract", "RL201", message, hint)
+        yield unknown(document, "/contract", error)
         return
     for index, given in enumerate(data.get("judgments", STANDARD[data["kind"]])):
         for check, subject in product(row_names(given), subjects):
@@ -109,6 +113,16 @@ def contract_rows(document: Document, data: dict[str, Any], subjects: Sequence[s
             except SpecError as error:
                 message, hint = hinted(error)
                 yield at(document, f"/judgments/{index}", "RL224", message, hint)
+
+
+def decoded(document: Document, name: str, hint: str) -> Iterator[Problem]:
+    """What is wrong with a model that our decoder is to build from an entry or a config.json alone."""
+    try:
+        chain_sizes.of(catalog.whole(name, document.path.parent))
+    except SpecError as error:
+        yield unknown(document, "/model", error)
+    except ValueError as error:
+        yield at(document, "/model", "RL313", f"model {name}: {error}", hint)
 
 
 def decoder_has(document: Document, name: str, entry: Mapping[str, Any]) -> Iterator[Problem]:

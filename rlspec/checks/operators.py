@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from rlspec import catalog, cells, layouts, nodes, plan, schema, workloads
+from rlspec import architecture, catalog, cells, layouts, nodes, plan, schema, workloads
+from rlspec import tables as own_tables
 from rlspec.checks import common
 from rlspec.contract import Contract
 from rlspec.document import escape
@@ -16,16 +17,7 @@ from rlspec.workloads import Workload
 
 TEMPLATE = catalog.SHIPPED.parent / "templates" / "operators" / "run.py.j2"
 _TABLE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-FAMILIES = ("qwen3", "qwen3_moe")
-_NEEDED = {  # in a model entry, and in a config.json
-    "hidden_size": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocabulary_size": "vocab_size",
-    "rope_theta": "rope_theta",
-    "rms_norm_eps": "rms_norm_eps",
-}
+_NEEDED = ("hidden_size", "heads", "kv_heads", "head_dim", "vocabulary_size", "rope_theta", "rms_norm_eps")
 
 
 def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -74,13 +66,13 @@ def model(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     try:
         entry = catalog.whole(data["model"], document.path.parent)
     except SpecError as error:
-        message, hint = common.hinted(error)
-        yield common.at(document, "/model", "RL201", message, hint)
+        yield common.unknown(document, "/model", error)
         return
-    if entry.get("model_type", FAMILIES[0]) not in FAMILIES:
+    families = architecture.FAMILIES
+    if entry.get("model_type", families[0]) not in families:
         message = f"model {data['model']} is of type {entry['model_type']}"
-        yield common.at(document, "/model", "RL313", message, f"operators are judged for {' and '.join(FAMILIES)}")
-    elif missing := [key for key, other in _NEEDED.items() if not {key, other} & set(entry)]:
+        yield common.at(document, "/model", "RL313", message, f"operators are judged for {' and '.join(families)}")
+    elif missing := [key for key in _NEEDED if not {key, architecture.NAMES[key]} & set(entry)]:
         message = f"model {data['model']} does not say its {', '.join(missing)}"
         yield common.at(document, "/model", "RL313", message, "operators take their widths from the model entry")
     else:
@@ -94,8 +86,7 @@ def workload(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
             layouts.of(tier)
         yield from _nothing_asked(document, data, made)
     except SpecError as error:
-        message, hint = common.hinted(error)
-        yield common.at(document, "/workload", "RL201", message, hint)
+        yield common.unknown(document, "/workload", error)
     except ValueError as error:
         hint = "correct the workload"
         yield common.at(document, "/workload", "RL314", f"workload {data['workload']}: {error}", hint)
@@ -140,6 +131,48 @@ def operators(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
                 return
 
 
+def tables(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    """Operators that a table of the user's own lacks, as far as its source beside the spec tells."""
+    try:
+        due = _due(document, data)
+    except (SpecError, KeyError):
+        return  # said by the rules of the model and the workload
+    for index, arm in enumerate(data["arms"]):
+        for table, asked in _asked(arm["implementation"], due).items():
+            if not _TABLE.fullmatch(table) or _elsewhere(data, arm):
+                continue
+            held = own_tables.keys(table, document.path.parent)
+            if held is not None and (missing := [name for name in asked if name not in held]):
+                message = f"{table} of arm {arm['name']} has no operator {', '.join(missing)}"
+                known = ", ".join(name for name in due if name in held)
+                hint = (
+                    f"add them to it, or name under operators: what is to be judged; it has {known or 'none of these'}"
+                )
+                yield common.at(document, f"/arms/{index}/implementation", "RL312", message, hint)
+
+
+def _asked(given: str | dict[str, str], due: Sequence[str]) -> dict[str, list[str]]:
+    """Implementation -> the operators that an arm takes from it."""
+    asked: dict[str, list[str]] = {}
+    for operator in due:
+        if (name := given if isinstance(given, str) else given.get(operator)) is not None:
+            asked.setdefault(name, []).append(operator)
+    return asked
+
+
+def _due(document: Document, data: dict[str, Any]) -> list[str]:
+    """The operators of a spec that are called."""
+    experts = "experts" in catalog.model(data["model"], document.path.parent)
+    named = data.get("operators") or catalog.workload(data["workload"], document.path.parent)["operators"]
+    known = [(name, nodes.NODES[name]) for name in named if name in nodes.NODES]
+    return [name for name, node in known if not node.not_applicable and (experts or not node.experts)]
+
+
+def _elsewhere(data: dict[str, Any], arm: dict[str, Any]) -> bool:
+    """Whether the module may be another one than that beside the spec."""
+    return "revision" in arm or "repository" in data or "PYTHONPATH" in arm.get("environment", {})
+
+
 def _lacking(data: dict[str, Any], operator: str) -> str:
     """Which arm asks for an implementation that does not have the operator."""
     for arm in data["arms"]:
@@ -164,6 +197,7 @@ RULES: tuple[tuple[common.Rule, tuple[str, ...]], ...] = (
     (model, ("model",)),
     (workload, ("workload",)),
     (operators, ("operators", "model", "arms")),
+    (tables, ("operators", "model", "arms", "workload")),
     (contract_rows, ("judgments", "contract", "dtype", "workload", "operators")),
     (common.question, ("question",)),
 )

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlspec import catalog, chains, config_json, dlogp, engines, nodes, plan, schema, token_files
+from rlspec import catalog, dlogp, engines, nodes, plan, schema, token_files, weight_folders
 from rlspec.checks import common
 from rlspec.contract import Contract
 from rlspec.engines import ENGINES
@@ -16,15 +16,6 @@ from rlspec.model import Arm, Document, Judgment, Problem, Result, Spec, Verdict
 
 TEMPLATES = catalog.SHIPPED.parent / "templates" / "parity"
 SOURCES = ("records", "command", "engine")
-SAME = {  # what a model entry and the config.json of a folder both say, by the names that each has for it
-    "model_type": "model_type",
-    **chains.NAMES,
-    "rms_norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
-    "max_positions": "max_position_embeddings",
-}
-EXPERTS = {"top_k": "num_experts_per_tok", "intermediate_size": "moe_intermediate_size", "normalised": "norm_topk_prob"}
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 OF_ENGINES = ("settings", "weights", "fault")
 
 
@@ -113,7 +104,7 @@ def _too_long(
     longest = max(streams, key=lambda one: len(one.prompt) + one.length)
     tokens = len(longest.prompt) + longest.length
     for name, model in _models(document, data, arms).items():
-        most = _described(model).get("max_positions")
+        most = weight_folders.described(model).get("max_positions")
         if isinstance(most, int) and tokens > most:
             place = f"{data['tokens']}:{longest.line}"
             message = f"{place}: sample {longest.sample} has {tokens} tokens, and {name} at most {most} positions"
@@ -129,7 +120,7 @@ def _models(document: Document, data: dict[str, Any], arms: dict[int, dict[str, 
         with suppress(SpecError):  # what is wrong with it is said elsewhere
             found[f"model {data['model']}"] = catalog.whole(data["model"], document.path.parent)
     for weights in (arm.get("weights", data.get("weights", {})) for arm in arms.values()):
-        config = _config(document, Path(weights["path"])) if "path" in weights else None
+        config = weight_folders.config(document.path.parent / weights["path"]) if "path" in weights else None
         if config is not None:
             found[f"the model in {weights['path']}"] = config
     return found
@@ -148,6 +139,7 @@ def _vocabulary(document: Document, data: dict[str, Any]) -> int | None:
 def engines_fit(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     arms = _of_engines(data)
     found = [problem for index, arm in arms.items() for problem in _weights(document, data, index, arm)]
+    found += _two_models(document, data, arms.values())
     yield from dict.fromkeys(found)  # what is wrong with the weights of both is said once
     for index, arm in arms.items():
         yield from _settings(document, index, arm)
@@ -193,51 +185,35 @@ def _held(document: Document, data: dict[str, Any], path: Path) -> Iterator[Prob
     try:
         model = catalog.whole(data["model"], document.path.parent)
     except SpecError as error:
-        message, hint = common.hinted(error)
-        yield common.at(document, "/model", "RL201", message, hint)
+        yield common.unknown(document, "/model", error)
         return
-    if (config := _config(document, path)) is None:
-        return
-    declared, held = _described(model), _described(config)
-    both = [key for key in declared if key in held and key != "max_positions"]
-    if other := [key for key in both if declared[key] != held[key]]:
-        key = other[0]
-        message = f"model {data['model']} is not the one in {path}: {key} is {declared[key]}, and {held[key]} there"
-        more = f"also different: {', '.join(other[1:])}; " if other[1:] else ""
-        hint = f"{more}name the model that the folder holds, or leave `model` out"
+    config = weight_folders.config(document.path.parent / path)
+    if other := list(weight_folders.differing(model, config or {})):
+        key, declared, held = other[0]
+        message = f"model {data['model']} is not the one in {path}: {key} is {declared}, and {held} there"
+        hint = f"{_also(other)}name the model that the folder holds, or leave `model` out"
         yield common.at(document, "/model", "RL305", message, hint)
 
 
-def _config(document: Document, path: Path) -> dict[str, Any] | None:
-    """The config.json in a folder of weights; None where there is none to read, which the engine will say."""
-    try:
-        return config_json.parse((document.path.parent / path / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None
+def _also(other: Sequence[tuple[str, Any, Any]]) -> str:
+    return f"also different: {', '.join(key for key, *_ in other[1:])}; " if other[1:] else ""
 
 
-def _described(model: dict[str, Any]) -> dict[str, Any]:
-    """What a model entry or a config.json says of the model, by the names of our entries."""
-    rope, experts = model.get("rope_parameters"), model.get("experts")
-    rope, experts = (one if isinstance(one, dict) else {} for one in (rope, experts))
-    told = {ours: model.get(ours, model.get(theirs)) for ours, theirs in SAME.items()}
-    told |= {f"experts.{ours}": experts.get(ours, model.get(theirs)) for ours, theirs in EXPERTS.items()}
-    told["rope_theta"] = told["rope_theta"] or rope.get("rope_theta")
-    counts = (experts.get("count"), *(model.get(key) for key in COUNTS))
-    dense = 0 if told["layers"] is not None else None  # a config.json that keeps its sizes elsewhere says nothing
-    told["experts"] = next((count for count in counts if count), dense)
-    return {key: value for key, value in told.items() if value is not None}
+def _two_models(document: Document, data: dict[str, Any], arms: Iterable[dict[str, Any]]) -> Iterator[Problem]:
+    """Two folders whose tensors may be the same, to the bit, and whose models are not: hashes are of tensors alone."""
+    given = [arm.get("weights", data.get("weights")) or {} for arm in arms]
+    paths = list(dict.fromkeys(weights["path"] for weights in given if "path" in weights))
+    configs = [weight_folders.config(document.path.parent / path) for path in paths]
+    if len(configs) == 2 and (other := list(weight_folders.apart(configs[0] or {}, configs[1] or {}))):
+        key, one, two = other[0]
+        message = f"{paths[0]} and {paths[1]} hold two models: {key} is {one} in one and {two} in the other"
+        hint = f"{_also(other)}two engines are compared on one model"
+        yield common.at(document, "/arms/1", "RL305", message, hint)
 
 
 def _model(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
-    try:
-        chains.sizes(catalog.whole(data["model"], document.path.parent))
-    except SpecError as error:
-        message, hint = common.hinted(error)
-        yield common.at(document, "/model", "RL201", message, hint)
-    except ValueError as error:
-        hint = "seeded weights are made for what our decoder runs; name a folder of weights for another"
-        yield common.at(document, "/model", "RL313", f"model {data['model']}: {error}", hint)
+    hint = "seeded weights are made for what our decoder runs; name a folder of weights for another"
+    yield from common.decoded(document, data["model"], hint)
 
 
 def _settings(document: Document, index: int, arm: dict[str, Any]) -> Iterator[Problem]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rlspec import catalog, plan
 from rlspec.checks import common
+from rlspec.errors import SpecError
+from rlspec.formats import metrics_of
 from rlspec.logs import READERS
 from rlspec.model import Arm, Document, Judgment, Spec, Trainer
 from rlspec.trainers import FIXTURES, TRAINERS
@@ -37,10 +39,9 @@ def known_metrics(data: Mapping[str, Any]) -> tuple[str, ...]:
         return TRAINERS[given["name"]].metrics
     name, pattern = given["reader"]["name"], given["reader"].get("pattern")
     if name == "regex" and pattern:
-        try:
-            return tuple(group for group in re.compile(pattern).groupindex if group not in ("step", "steps"))
-        except re.error:
-            return ()
+        with contextlib.suppress(SpecError):  # the rule of the reader says what is wrong with it
+            return tuple(metrics_of(pattern))
+        return ()
     matching = [entry for entry in TRAINERS.values() if entry.reader == name]
     return matching[0].metrics if matching else ()
 

@@ -12,6 +12,7 @@ from rlspec import catalog, plan, schema
 from rlspec.checks import common
 from rlspec.checks.training import default_metrics, known_metrics, settings
 from rlspec.errors import SpecError
+from rlspec.formats import compiled
 from rlspec.logs import READERS
 from rlspec.model import Document, Problem
 from rlspec.trainers import TRAINERS
@@ -31,8 +32,7 @@ def model_known(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     try:
         catalog.model(data["model"], document.path.parent)
     except SpecError as error:
-        message, hint = common.hinted(error)
-        yield at(document, "/model", "RL201", message, hint)
+        yield common.unknown(document, "/model", error)
 
 
 def arm_names(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -87,7 +87,7 @@ def mesh(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         hint = f"world size = {made}; pp must divide it, and cp and ep must each divide world / pp"
         yield at(document, "/mesh", "RL203", f"mesh: {problem}", hint)
         return
-    if (world // pp) % cp == 0 and "dp" in given and given["dp"] != world // (pp * cp):
+    if "dp" in given and given["dp"] != world // (pp * cp):
         message = f"mesh: dp {given['dp']} is given, world / (pp·cp) = {world}/({pp}·{cp}) is {world // (pp * cp)}"
         yield at(document, "/mesh/dp", "RL204", message, "leave dp out: it is inferred")
     length = data.get("sequence_length", 2048)
@@ -101,7 +101,7 @@ def mesh(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     yield from batches(document, data, world // (pp * cp), pp)
 
 
-def embedded(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+def of_the_trainer(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     entry, given = TRAINERS[data["trainer"]["name"]], data["trainer"]
     for axis in ("pp", "cp", "ep"):
         if axis not in entry.axes and data["mesh"].get(axis, 1) > 1:
@@ -125,14 +125,14 @@ def uncut(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     """What of the model cannot be parted by the mesh."""
     model, name = _model(data, document) or {}, data["model"]
     pp, ep = (data["mesh"].get(axis, 1) for axis in ("pp", "ep"))
-    layers = model.get("layers", model.get("num_hidden_layers", pp))
+    layers = model.get("layers", pp)
     if pp > layers:
         message = f"mesh: pp {pp} stages need a layer each, and {name} has {layers}"
         yield at(document, "/mesh/pp", "RL229", message, f"pp is {layers} at most")
     elif pp > 1 and model and catalog.whole(name, document.path.parent).get("tie_word_embeddings"):
         message = f"mesh: pp {pp} parts the embedding from the head, and {name} ties them"
         yield at(document, "/mesh/pp", "RL229", message, "leave pp at 1, or use a model with a head of its own")
-    if ep > 1 and model and not (model.get("experts") or model.get("num_experts")):
+    if ep > 1 and model and not model.get("experts"):
         message = f"mesh: ep {ep} parts experts, and {name} is dense"
         yield at(document, "/mesh/ep", "RL229", message, "leave ep out")
 
@@ -225,11 +225,9 @@ def reader(document: Document, given: dict[str, Any]) -> Iterator[Problem]:
         yield at(document, "/trainer/reader/pattern", "RL223", f"reader {name} takes no pattern", "leave it out")
     elif pattern is not None:
         try:
-            groups = re.compile(pattern).groupindex
-        except re.error as error:
-            yield at(
-                document, "/trainer/reader/pattern", "RL223", f"not a regular expression: {error}", "Python's re syntax"
-            )
+            groups = compiled(pattern).groupindex
+        except SpecError as error:
+            yield at(document, "/trainer/reader/pattern", "RL223", str(error), "Python's re syntax")
             return
         if "step" not in groups:
             hint = "such as (?P<step>\\d+)"
@@ -309,7 +307,7 @@ RULES: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (arm_names, ("arms",)),
     (launcher, ("launch", "trainer")),
     (mesh, ("model", "mesh", "launch", "trainer")),
-    (embedded, ("model", "mesh", "trainer", "arms", "repository")),
+    (of_the_trainer, ("model", "mesh", "trainer", "arms", "repository")),
     (routing, ("model", "trainer")),
     (trainer, ("trainer",)),
     (metrics, ("trainer", "arms", "judgments")),

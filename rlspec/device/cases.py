@@ -7,14 +7,14 @@ An input holds one row a logical token: first all samples of the tier and its co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlspec.architecture import Architecture
 from rlspec.device import fills
-from rlspec.device.architecture import Architecture
 from rlspec.device.decoder import rope_tables
 from rlspec.device.operators import Dispatch, Segments
 from rlspec.workloads import Sample, Tier, Workload
@@ -23,6 +23,9 @@ Tensors = Mapping[str, Tensor]
 _CHANGED = 101  # added to the offset of an input for other content
 _UPSTREAM = 3
 _SMALL = 2.0**-10  # of rows whose RMS is then near the root of eps, 1e-6
+_STEPS = {"coarse": 1 / 2, "less coarse": 1 / 16}
+_FEW = 16  # products of coarse numbers, whose sum bf16 holds exactly
+_WORKING = "the working dtype"
 PADS = {"zero": 0.0, "large": 1000.0, "nan": float("nan")}
 
 
@@ -41,12 +44,15 @@ class Input:
     @property
     def data(self) -> bool:
         """Whether pads may hold anything and strides be any: no ids, no tables."""
-        return self.made in ("", "tied", "small")
+        return self.made in ("", "tied", "small", "coarse", "few products")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """`made`: "tied" and "skewed" are rows of experts, with equal or nearly equal logits, and with large ones."""
+    """`made`: "tied" and "skewed" are rows of experts, with equal or nearly equal logits, and with large ones.
+
+    "coarse" and "less coarse": few digits, for an input that has few, too.
+    """
 
     shape: tuple[int, ...]
     offset: int
@@ -68,9 +74,10 @@ class Case:
     options: Mapping[str, Any]
 
 
-def of(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
-    """The case of one operator and variant. Raises ValueError where the model has no such operator."""
-    return _CASES[operator](operator, variant, model, workload)
+def of(operator: str, variant: str, model: Architecture, workload: Workload, dtype: torch.dtype) -> Case:
+    """The case of one operator and variant in `dtype`. Raises ValueError where the model has no such operator."""
+    made = _CASES[operator](operator, variant, model, workload)
+    return replace(made, options={name: dtype if value is _WORKING else value for name, value in made.options.items()})
 
 
 def logical(
@@ -84,6 +91,8 @@ def weights(case: Case, tier: Tier, workload: Workload, dtype: torch.dtype, devi
     made = {}
     for name, one in case.weights.items():
         whole = fills.parameter(workload.fill, tier.seed, one.shape, one.offset, device, dtype)
+        if one.made in _STEPS and workload.fill != "published":
+            whole.copy_(fills.coarse(whole, _STEPS[one.made]))
         if one.made == "tied":
             made[name] = fills.tied_experts(whole, one.scale / 2)
             continue
@@ -157,6 +166,10 @@ def _rows(
     made = fills.rows(workload.fill, tier.seed, sample.id, positions, width, one.offset + changed, device)
     if one.made == "tied":
         made = fills.tied_tokens(made, positions)
+    elif one.made in ("coarse", "few products") and workload.fill != "published":
+        made = fills.coarse(made)
+        if one.made == "few products":
+            made[:, _FEW:] = 0
     elif one.made == "small":
         made[torch.tensor(positions, device=made.device) % 2 == 1] *= _SMALL
     return made.view(len(positions), *one.shape)
@@ -188,11 +201,12 @@ def _norm(operator: str, variant: str, model: Architecture, workload: Workload) 
     shape = (_heads(variant, model), model.head_dim) if operator == "qk_norm" else (model.hidden_size,)
     made = "small" if variant.startswith("small") else ""
     options = {"eps": model.rms_norm_eps}
+    named = {**options, "round_before_weight": True} if variant.startswith("rounded") else options
     return Case(
         operator=operator,
         inputs={"x": Input(shape=shape, made=made)},
         weights={"weight": Weight(shape=shape[-1:], offset=1)},
-        call=lambda op, tokens, weights, segments, wide: {"out": op(tokens["x"], weights["weight"], **options)},
+        call=lambda op, tokens, weights, segments, wide: {"out": op(tokens["x"], weights["weight"], **named)},
         options=options,
     )
 
@@ -225,12 +239,13 @@ def _gemm(operator: str, variant: str, model: Architecture, workload: Workload) 
 
 
 def _rope(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
+    kept = None if variant.startswith("narrow") else torch.float32
     return Case(
         operator=operator,
         inputs={
             "x": Input(shape=(_heads(variant, model), model.head_dim)),
-            "cos": Input(made="cos", dtype=torch.float32),
-            "sin": Input(made="sin", dtype=torch.float32),
+            "cos": Input(made="cos", dtype=kept),
+            "sin": Input(made="sin", dtype=kept),
         },
         weights={},
         call=lambda op, tokens, weights, segments, wide: {"out": op(tokens["x"], tokens["cos"], tokens["sin"])},
@@ -258,7 +273,8 @@ def _elementwise(*names: str) -> Callable[[str, str, Architecture, Workload], Ca
     def make(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
         residual = operator == "residual_add"
         width = model.hidden_size if residual else model.intermediate_size or model.moe_intermediate_size
-        kept = {"residual": torch.float32}  # the stream of the decoder's profile ws1
+        # The stream of the decoder's profile ws1, and of its profile hf.
+        kept = {} if variant == "narrow" else {"residual": torch.float32}
         return Case(
             operator=operator,
             inputs={n: Input(shape=(width,), offset=i, dtype=kept.get(n)) for i, n in enumerate(names)},
@@ -271,28 +287,31 @@ def _elementwise(*names: str) -> Callable[[str, str, Architecture, Workload], Ca
 
 
 def _lm_head(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
+    """Logits in fp32 are of inputs whose products sum exactly in any order, so that a rounding on the way is seen."""
+    kept, made, of_weight = (torch.float32, "coarse", "less coarse") if variant == "fp32" else (None, "", "")
     return Case(
         operator=operator,
-        inputs={"x": Input(shape=(model.hidden_size,))},
-        weights={"weight": _head(model)},
+        inputs={"x": Input(shape=(model.hidden_size,), made=made)},
+        weights={"weight": _head(model, of_weight)},
         call=lambda op, tokens, weights, segments, wide: {
-            "out": op(tokens["x"], weights["weight"], out_dtype=wide or tokens["x"].dtype)
+            "out": op(tokens["x"], weights["weight"], out_dtype=wide or kept or tokens["x"].dtype)
         },
         options={},
     )
 
 
-def _head(model: Architecture) -> Weight:
+def _head(model: Architecture, made: str = "") -> Weight:
     shape = (model.vocab_size, model.hidden_size)
-    return Weight(shape=shape, offset=7, scale=_scaled(model.hidden_size))
+    return Weight(shape=shape, offset=7, scale=_scaled(model.hidden_size), made=made)
 
 
 def _logprob(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
-    scale = float(variant.removeprefix("scale "))
+    kept = torch.float32 if variant == "fp32" else None
+    scale = 1.0 if kept else float(variant.removeprefix("scale "))
     return Case(
         operator=operator,
         inputs={
-            "logits": Input(shape=(model.vocab_size,), offset=8, scale=scale),
+            "logits": Input(shape=(model.vocab_size,), offset=8, scale=scale, dtype=kept),
             "targets": Input(made="targets", below=model.vocab_size, offset=9),
         },
         weights={},
@@ -317,10 +336,11 @@ def _linear_logprob(operator: str, variant: str, model: Architecture, workload: 
 
 def _router(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
     _needs_experts(operator, model)
+    narrow, chosen = variant.startswith("narrow"), variant.endswith("choice")
     options = {
         "top_k": model.num_experts_per_tok,
         "normalise": model.norm_topk_prob,
-        "logits_dtype": torch.float32,
+        "logits_dtype": _WORKING if narrow else torch.float32,
         "scoring": "sigmoid" if variant == "sigmoid" else "softmax",
     }
 
@@ -328,21 +348,27 @@ def _router(operator: str, variant: str, model: Architecture, workload: Workload
         op: Any, tokens: Tensors, weights: Tensors, segments: Segments, wide: torch.dtype | None
     ) -> dict[str, Tensor]:
         grid = tokens["x"].shape[:2]
-        found = op(tokens["x"].flatten(0, 1), weights["weight"], **{**options, "logits_dtype": wide or torch.float32})
+        kept = tokens["x"].dtype if narrow else torch.float32
+        given: dict[str, Any] = {**options, "logits_dtype": wide or kept}
+        if chosen:
+            given["choice"] = tokens["choice"].flatten(0, 1)
+        found = op(tokens["x"].flatten(0, 1), weights["weight"], **given)
         return {name: getattr(found, name).unflatten(0, grid) for name in ("probabilities", "weights", "experts")}
 
-    shape, tied = (model.num_experts, model.hidden_size), "tied" if variant == "tied" else ""
+    shape = (model.num_experts, model.hidden_size)
+    # Best experts of logits in the working dtype are those of exact ones only where these have few digits.
+    of_x, of_weight = _LOGITS.get(variant, ("", ""))
+    inputs = {"x": Input(shape=shape[1:], made=of_x)}
     return Case(
         operator=operator,
-        inputs={"x": Input(shape=shape[1:], made=tied)},
-        weights={
-            "weight": Weight(
-                shape=shape, offset=10, scale=_scaled(model.hidden_size), made="skewed" if variant == "skewed" else tied
-            )
-        },
+        inputs={**inputs, "choice": _choice(model, "even")} if chosen else inputs,
+        weights={"weight": Weight(shape=shape, offset=10, scale=_scaled(model.hidden_size), made=of_weight)},
         call=call,
         options=options,
     )
+
+
+_LOGITS = {"tied": ("tied", "tied"), "skewed": ("", "skewed"), "narrow": ("few products", "coarse")}
 
 
 def _grouped_gemm(operator: str, variant: str, model: Architecture, workload: Workload) -> Case:
@@ -389,7 +415,7 @@ def _combine(operator: str, variant: str, model: Architecture, workload: Workloa
         operator=operator,
         inputs={
             "rows": Input(shape=(count, model.hidden_size)),
-            "weights": Input(shape=(count,), offset=13, dtype=torch.float32),
+            "weights": Input(shape=(count,), offset=13, dtype=None if variant == "narrow" else torch.float32),
             "experts": _choice(model, variant),
         },
         weights={},

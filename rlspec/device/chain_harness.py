@@ -1,24 +1,21 @@
 """Judge a whole model: trained in every cell and inferred in every way, all compared, for one arm.
 
 Writes records.jsonl line by line: `logprobs` of each execution, a `comparison` a tensor and pair, a `trace` for each
-pair that shows where two runs part, `depth` with errors node by node, and what was seen to run. Numbers and digests
-only: the host decides.
+pair that shows where two runs part, `depth` with errors node by node, and what was seen to run: operators and, of each
+cell and `execution`, the calls that its decoder met. Numbers and digests only: the host decides.
 """
 
 from __future__ import annotations
 
-import re
-import sys
+import hashlib
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from rlspec import chains
+from rlspec import chains, weight_folders
 from rlspec.device import native, observe, weights
 from rlspec.device.chain_bench import ChainBench
 from rlspec.device.chain_lines import Lines, dtype_name
@@ -27,14 +24,9 @@ from rlspec.device.chain_session import Session
 from rlspec.device.chain_stateful import Inference
 from rlspec.device.chain_training import Canonical, Cells
 from rlspec.device.execution import NoBackward
+from rlspec.device.told import told
 
-_TAIL = 6
-_FILE = re.compile(r'File "(?:[^"]*/)?([^"/]+)"')
 _GIB = float(1 << 30)
-_OPERATORS = (
-    *("embedding", "rms_norm", "qk_norm", "det_gemm", "rope", "attention", "swiglu", "residual_add"),
-    *("lm_head", "logprob"),
-)
 
 
 def main(on: ChainBench, records: Path) -> None:
@@ -55,8 +47,8 @@ def main(on: ChainBench, records: Path) -> None:
 def _blocked(session: Session) -> str | None:
     """Why the machine cannot hold the run, asked before anything is allocated."""
     on_gpu = session.on.device.type == "cuda"
-    operators = session.on.operators()
-    own = sorted(set(filter(None, (getattr(getattr(operators, name), "backend", None) for name in _OPERATORS))))
+    operators, needed = session.on.operators(), chains.operators(session.on.model, session.on.profile)
+    own = sorted(set(filter(None, (getattr(getattr(operators, name), "backend", None) for name in needed))))
     if own and not on_gpu:
         return f"{own[0]} kernels need a CUDA device, and there is none here"
     if on_gpu and {"cuda", "fastest"} & set(own) and (why := native.missing(session.on.device)):
@@ -82,9 +74,10 @@ def _head(session: Session, blocked: str | None) -> None:
         fingerprint=on.model.fingerprint(),
         blocked=blocked,
         cells={cell.name: cell.digest for cell in on.cells},
-        parameters=len(on.sizes.parameters),
+        parameters=len(on.model.parameter_shapes()),
         estimate_gib=round(session.memory.least / _GIB, 1),
         faulty=on.fault,
+        calls_seen=True,
     )
 
 
@@ -95,7 +88,7 @@ def _parts(session: Session) -> None:
         with _part(session, "weights"):
             _load(session)
         if session.decoder is not None:
-            if session.asked(*chains.INVARIANCE, *chains.ACCURACY, "train_inference_parity"):
+            if session.asked(*chains.INVARIANCE, *chains.ACCURACY, "train_inference_parity", chains.ACROSS):
                 with _part(session, "training"):
                     canonical = Cells(session).run()
             if session.asked(*chains.STATEFUL):
@@ -116,7 +109,8 @@ def _part(session: Session, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as problem:  # whatever a user's operator raises is said, and what else can be judged is
-        error = _told(problem, session.at)
+        place = f"at {session.at}" if session.at else ""
+        error = {**told(problem, place), "no_backward": isinstance(problem, NoBackward)}
     peak = torch.cuda.max_memory_allocated(where) / _GIB if where.type == "cuda" else None
     seconds = round(time.monotonic() - started, 3)
     session.lines.line("phase", name=name, seconds=seconds, peak_gib=peak, error=error)
@@ -127,6 +121,10 @@ def _part(session: Session, name: str) -> Iterator[None]:
 def _load(session: Session) -> None:
     made, given = session.on.decoder(), session.on.weights
     named = {key: given.get(key) for key in ("source", "seed", "path")}
+    folder = session.on.folder
+    if folder is not None:
+        path = folder / weight_folders.NAME
+        named["config"] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
     pinned = given["source"] != "seeded"
     session.lines.line("weights", **named, pinned=pinned, digest=weights.fingerprint(made))
     session.decoder = made
@@ -156,12 +154,3 @@ def _decode_once(session: Session, observer: Observer | None) -> None:
     decoder.observer, engine.decoder = observer, decoder
     cuts = [(0, sample.prompt), *((at, at + 1) for at in range(sample.prompt, sample.length)[:2])]
     engine.walk([sample], cuts, engine.cache("contiguous", [sample]))
-
-
-def _told(error: Exception, at: str) -> dict[str, Any]:
-    text = "".join(traceback.format_exception(error)).rstrip()
-    print(text, file=sys.stderr, flush=True)
-    lines = [_FILE.sub(r'File "\1"', line) for line in text.splitlines()]  # whole paths are in the log alone
-    place = f" (at {at})" if at else ""
-    message = f"{type(error).__name__}: {error}".splitlines()[0] + place
-    return {"message": message, "tail": lines[-_TAIL:], "no_backward": isinstance(error, NoBackward)}

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from rlspec import chains
-from rlspec.chains import Cell, Memory
+from rlspec import chain_sizes, chains
+from rlspec.chain_sizes import Memory
+from rlspec.chains import Cell
 from rlspec.device import chain_faults
 from rlspec.device.chain_bench import ChainBench
 from rlspec.device.chain_faults import Lives
@@ -45,11 +46,11 @@ class Session:
 
     @property
     def layers(self) -> int:
-        return self.on.sizes.layers
+        return self.on.model.num_hidden_layers
 
     @property
     def memory(self) -> Memory:
-        return chains.memory(self.on.chain, self.on.sizes, bits=8 * self.on.dtype.itemsize)
+        return chain_sizes.memory(self.on.chain, self.on.model, bits=8 * self.on.dtype.itemsize)
 
     @property
     def wide(self) -> torch.dtype:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from rlspec import chains
 from rlspec.chains import RESCORE
+from rlspec.device.chain_calls import watched
 from rlspec.device.chain_inference import ATTENTION, KEYS, QUERY, VALUES, Walk
 from rlspec.device.chain_lines import yardstick
 from rlspec.device.chain_session import Session
@@ -41,6 +43,13 @@ class Inference:
             for kind in chains.CACHES:
                 self._chunked(kind)
 
+    @contextmanager
+    def _seen(self, name: str) -> Iterator[None]:
+        """A record of the calls within, and of the caches that they were given."""
+        with watched(self.engine.decoder) as calls:
+            yield
+        self.lines.line("execution", name=name, calls=[call.inferred() for call in calls])
+
     # Train against inference
 
     def _generated(self, name: str) -> None:
@@ -48,7 +57,8 @@ class Inference:
         self.session.step(name)
         samples = self.session.samples
         groups = [[sample] for sample in samples] if name.startswith("B1") else [list(samples)]
-        walks = [self._execution(name, group, trace=name == RESCORE) for group in groups]
+        with self._seen(name):
+            walks = [self._execution(name, group, trace=name == RESCORE) for group in groups]
         values = [
             walk.logprobs[index, position - 1]
             for group, walk in zip(groups, walks, strict=True)
@@ -88,7 +98,8 @@ class Inference:
             self.session.step(name)
             run = partial(self.engine.walk, case.samples, chains.columns(case), wanted=single, **grid)
             cache = self.engine.cache(kind, case.samples)
-            walk = run(cache, store=True)
+            with self._seen(name):
+                walk = run(cache, store=True)
             if self.session.asked("decode_prefill") and not self._logits(name, case, walk, full):
                 again = run(self.engine.cache(kind, case.samples), trace=True)
                 names = [sample.id for sample in case.samples]
@@ -184,9 +195,10 @@ class Inference:
         """What a sample leaves in the cache in chunks is what it leaves in one call."""
         name, size = f"chunked/{kind}", self.on.chain.tier.chunk
         self.session.step(name)
-        sides = [
-            [self._left(kind, sample, cut or sample.length) for sample in self.session.samples] for cut in (size, 0)
-        ]
+        with self._seen(name):
+            sides = [
+                [self._left(kind, sample, cut or sample.length) for sample in self.session.samples] for cut in (size, 0)
+            ]
         for slot, tensor in enumerate(("keys", "values")):
             got, want = ([[one[layer][slot] for one in side] for layer in range(self.session.layers)] for side in sides)
             self._stored(name, tensor, got, want, "once", self.session.names)

@@ -83,12 +83,8 @@ def row_digests(rows: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _keys(width: int, device: torch.device) -> Tensor:
     mixed = (torch.arange(1, width + 1, device=device) * _A) * _B
-    mixed = (mixed ^ _shifted(mixed, 29)) * _A
-    return (mixed ^ _shifted(mixed, 32)) | 1
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    mixed = (mixed ^ comparing.shifted(mixed, 29)) * _A
+    return (mixed ^ comparing.shifted(mixed, 32)) | 1
 
 
 class Trace:

@@ -19,12 +19,13 @@ from torch import Tensor
 from rlspec import chains
 from rlspec.chains import ONLY_GRADIENTS, PLAIN, REFERENCE, Cell
 from rlspec.device import chain_trace, comparing
+from rlspec.device.chain_calls import watched
 from rlspec.device.chain_lines import yardstick
 from rlspec.device.chain_model import Trained, TrainingPass
 from rlspec.device.chain_routes import RoutedDecoder, RoutedPass, Routes
 from rlspec.device.chain_session import Session
 from rlspec.device.chain_trace import STREAM, Trace, WatchedDecoder, divergence
-from rlspec.device.decoder import PROFILES
+from rlspec.device.decoder import PROFILES, Node
 from rlspec.device.operators import Operators
 from rlspec.errors import RunError
 from rlspec.layouts import CANONICAL, Layout
@@ -71,7 +72,7 @@ class Cells:
         """The canonical cell, then the others, each with its comparisons."""
         asked, chosen = self.session.asked, self.on.cells
         accuracy = asked(*chains.ACCURACY)
-        if accuracy and self.on.sizes.experts:
+        if accuracy and self.on.model.num_experts:
             self._find_routes(chosen[0])
         yardsticks = self._yardsticks() if accuracy else None
         if yardsticks is not None and not self._resident:
@@ -113,7 +114,13 @@ class Cells:
         trace = Trace([sample.length for sample in self.session.samples], device, keep=keep)
         if isinstance(made.decoder, WatchedDecoder):
             made.decoder.trace = trace
-        trained = made.run(layout, chunk_size=chunk or None, capture=trace.capture)
+        with watched(made.decoder) as calls:
+
+            def capture(node: Node, *shown: Any) -> None:
+                calls[-1].chunks.add(node.chunk)
+                trace.capture(node, *shown)
+
+            trained = made.run(layout, chunk_size=chunk or None, capture=capture)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self.lines.line(
@@ -126,6 +133,7 @@ class Cells:
             loss=comparing.number(self._loss(trained.logprobs, made)),
             summed_by_autograd=list(trained.accumulated_by.values()).count("autograd"),
             digest=trace.digest(),
+            ran=[call.trained() for call in calls],
         )
         return trained, trace
 

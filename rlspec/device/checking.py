@@ -3,6 +3,7 @@
 All raise ValueError with the shapes, dtypes or devices at fault. Nothing here computes, and only `in_range` reads
 values: token ids, targets and chosen experts. On a CPU that costs nothing. On a CUDA device it is a host sync, which
 `sync=False` leaves out: then the gather that follows must refuse the index by itself, as torch's do (a device assert).
+`sync=None` looks nowhere, as in a graph, whose tensors hold no values.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def embedding(tokens: Tensor, weight: Tensor, *, sync: bool = True) -> None:
+def embedding(tokens: Tensor, weight: Tensor, *, sync: bool | None = True) -> None:
     """int64 ids of any shape, weight [V, H]."""
     _floats(weight=weight)
     _one_device(tokens=tokens, weight=weight)
@@ -89,7 +90,7 @@ def residual_add(residual: Tensor, x: Tensor) -> None:
         raise ValueError(f"x of {x.dtype} does not fit into a residual of {residual.dtype}")
 
 
-def logprob(logits: Tensor, targets: Tensor, *, sync: bool = True) -> None:
+def logprob(logits: Tensor, targets: Tensor, *, sync: bool | None = True) -> None:
     """logits [..., V], int64 targets [...] below V."""
     _floats(logits=logits)
     _one_device(logits=logits, targets=targets)
@@ -157,13 +158,16 @@ def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> None:
         raise ValueError(f"{shapes}: the dispatch is of {len(dispatch.order)} rows, {dispatch.top_k} a token")
 
 
-def in_range(name: str, ids: Tensor, limit: int, *, sync: bool = True) -> None:
-    """int64 `ids`, at least one, all in 0 … limit − 1. A host sync on CUDA, unless `sync` is False: not looked at."""
+def in_range(name: str, ids: Tensor, limit: int, *, sync: bool | None = True) -> None:
+    """int64 `ids`, at least one, all in 0 … limit − 1. A host sync on CUDA, unless `sync` is False: not looked at.
+
+    With None nothing is looked at but dtype and shape.
+    """
     if ids.dtype != torch.int64:
         raise ValueError(f"{name} must be int64, not {ids.dtype}")
     if not ids.numel():
         raise ValueError(f"{name} {list(ids.shape)} is empty")
-    if ids.device.type != "cpu" and not sync:
+    if sync is None or (ids.device.type != "cpu" and not sync):
         return
     low, high = (int(end) for end in ids.aminmax())
     if low < 0 or high >= limit:
@@ -189,7 +193,8 @@ def _one_dtype(**tensors: Tensor) -> None:
 
 
 def _one_shape(**tensors: Tensor) -> None:
-    if len({x.shape for x in tensors.values()}) > 1:
+    first, *others = (x.shape for x in tensors.values())  # in a graph they have no hash
+    if any(shape != first for shape in others):
         raise ValueError("of different shapes: " + ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items()))
 
 

@@ -32,13 +32,13 @@ def fingerprint(x: Tensor) -> str:
         place = torch.arange(start, start + len(part), device=x.device)
         for lane, (a, b) in enumerate(((0x9E3779B97F4A7C15 - 2**64, 0x2127599BF4325C37), (0x6C62272E07BB0142, 31))):
             mixed = (part ^ (place * a)) * b
-            mixed = (mixed ^ _shifted(mixed, 29)) * a
-            sums[lane] += int((mixed ^ _shifted(mixed, 32)).sum())
+            mixed = (mixed ^ shifted(mixed, 29)) * a
+            sums[lane] += int((mixed ^ shifted(mixed, 32)).sum())
     head = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}".replace(" ", "")
     return head + "".join(f"{total % 2**64:016x}" for total in sums)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def shifted(x: Tensor, bits: int) -> Tensor:
     """int64 shifted right as if it had no sign: with its sign, x and ~x would be mixed alike."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
@@ -121,7 +121,7 @@ def _over(value: float, scale: float) -> float:
 
 
 def number(value: float) -> float | str:
-    """As JSON holds it: what is not finite as text."""
+    """As JSON holds it, and as `rlspec.records` writes it: what is not finite as text."""
     return value if math.isfinite(value) else repr(value)
 
 

@@ -43,9 +43,7 @@ def forward(
     logit in each head's denominator. `window`: a query sees that many keys, its own too.
     Raises ValueError for anything that this kernel does not compute.
     """
-    _check(query, key, value, segments, scale, window)
-    if key.shape[0] != query.shape[0]:
-        raise ValueError(f"query has {query.shape[0]} rows, key has {key.shape[0]}")
+    check_forward(query, key, value, segments, scale, window, sinks)
     cache = _Cache(_aligned(key), _aligned(value), None, 0)
     max_query = _bound("max_query", max_query, query.shape[1])
     max_key = _bound("max_key", max_key, key.shape[1])
@@ -71,6 +69,7 @@ def paged(
     read, nor is the key start of a segment. The page size is a power of two from 8 to the first split.
     """
     _check(query, key_pages, value_pages, segments, scale, window)
+    _check_sinks(query, sinks)
     page = key_pages.shape[1]
     if SCHEDULE.early % page or page < 8:
         raise ValueError(f"pages of {page} tokens: a power of two from 8 to {SCHEDULE.early} is needed")
@@ -103,8 +102,6 @@ def _forward(
     rows, queries, heads, width = query.shape
     kv_heads = key.shape[2]
     group = heads // kv_heads
-    if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != (heads,) or sinks.device != query.device):
-        raise ValueError(f"sinks must be fp32 [{heads}] on {query.device}, not {_tag(sinks)} on {sinks.device}")
     _check_cuda(query)
     splits = schedule.count(max_key)
     share = 0 if split is False else _share(splits, kv_heads * len(segments), max_query * group, width)
@@ -157,14 +154,8 @@ def backward(
     that is needed of them. To be called on whole samples, whatever the chunks of the forward were. Key ranges of
     different segments must be disjoint. Raises ValueError as `forward` does.
     """
-    _check(query, key, value, segments, scale, window)
-    if key.shape[0] != query.shape[0]:
-        raise ValueError(f"query has {query.shape[0]} rows, key has {key.shape[0]}")
-    for name, x in (("out", out), ("grad_out", grad_out)):
-        if x.shape != query.shape or x.dtype != query.dtype or x.device != query.device:
-            raise ValueError(f"{name} must be as query, {_tag(query)} on {query.device}, not {_tag(x)} on {x.device}")
-    if lse.shape != query.shape[:3] or lse.dtype != torch.float32 or lse.device != query.device:
-        raise ValueError(f"lse must be fp32 {list(query.shape[:3])} on {query.device}, not {_tag(lse)}")
+    check_forward(query, key, value, segments, scale, window)
+    check_saved(query, out, lse, grad_out)
     max_query = _bound("max_query", max_query, query.shape[1])
     max_key = _bound("max_key", max_key, key.shape[1])
     _check_cuda(query)
@@ -223,6 +214,37 @@ def attention(
     return _Attention.apply(query, key, value, segments, scale, max_query, max_key, sinks, window)
 
 
+def check_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Raise what `forward` raises for shapes and dtypes."""
+    _check(query, key, value, segments, scale, window)
+    if key.shape[0] != query.shape[0]:
+        raise ValueError(f"query has {query.shape[0]} rows, key has {key.shape[0]}")
+    _check_sinks(query, sinks)
+
+
+def check_saved(query: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> None:
+    """Raise what `backward` raises for shapes and dtypes of what came from `forward`."""
+    for name, x in (("out", out), ("grad_out", grad_out)):
+        if x.shape != query.shape or x.dtype != query.dtype or x.device != query.device:
+            raise ValueError(f"{name} must be as query, {_tag(query)} on {query.device}, not {_tag(x)} on {x.device}")
+    if lse.shape != query.shape[:3] or lse.dtype != torch.float32 or lse.device != query.device:
+        raise ValueError(f"lse must be fp32 {list(query.shape[:3])} on {query.device}, not {_tag(lse)}")
+
+
+def _check_sinks(query: Tensor, sinks: Tensor | None) -> None:
+    heads = query.shape[2]
+    if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != (heads,) or sinks.device != query.device):
+        raise ValueError(f"sinks must be fp32 [{heads}] on {query.device}, not {_tag(sinks)} on {sinks.device}")
+
+
 def _check(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scale: float, window: int | None) -> None:
     tags = f"query {_tag(query)}, key {_tag(key)}, value {_tag(value)}"
     if any(x.dim() != 4 for x in (query, key, value)) or 0 in (*query.shape, *key.shape):
@@ -236,7 +258,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scale: f
         raise ValueError(f"{tags}: all must be bf16 or all fp16; see triton for fp32")
     if len({x.device for x in (query, key, value, segments)}) > 1:
         raise ValueError(f"{tags}: query, key, value and segments must be on one device")
-    if segments.dtype != torch.int32 or segments.dim() != 2 or segments.shape[1] != 5 or not len(segments):
+    if segments.dtype != torch.int32 or segments.dim() != 2 or segments.shape[1] != 5 or not segments.shape[0]:
         raise ValueError(f"segments must be int32 [segments, 5], not {_tag(segments)}")
     if not segments.is_contiguous():
         raise ValueError("segments must be contiguous")
@@ -262,4 +284,3 @@ def _aligned(x: Tensor) -> Tensor:
 def _strides(x: Tensor) -> list[int]:
     """Of rows, tokens and heads; where there is only one of them, any step that fits."""
     return [step if size > 1 else x.shape[3] for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)]
-

@@ -236,14 +236,19 @@ def det_gemm(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) ->
     Differentiable, as `rlspec.kernels.det_gemm.det_gemm` tells. Raises ValueError for other shapes, empty tensors,
     dtypes that differ or are not bf16, fp16, fp32, and tensors that are not on a CUDA device.
     """
-    _check_operands(x, weight, "x", "weight")
+    check_linear(x, weight, out_dtype)
+    _check_sizes(x, weight, "x", "weight")
+    _check_device(x)
+    return _Linear.apply(x, weight, out_dtype or x.dtype)
+
+
+def check_linear(x: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> None:
+    """Raise what `det_gemm` raises for shapes and dtypes."""
+    _check_pair(x, weight, "x", "weight")
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x {list(x.shape)} and weight {list(weight.shape)}: det_gemm takes [..., K] and [N, K]")
-    out_dtype = out_dtype or x.dtype
-    if out_dtype not in DTYPES:
+    if out_dtype is not None and out_dtype not in DTYPES:
         raise ValueError(f"out_dtype {out_dtype}: det_gemm gives bf16, fp16 or fp32")
-    _check_device(x)
-    return _Linear.apply(x, weight, out_dtype)
 
 
 def lm_head(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
@@ -281,7 +286,8 @@ def fold(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor | None = Non
     table. On the device the host does not look at the table: blocks of rows that lie together are read where they are,
     others copied first, and a row that does not exist makes the accumulator NaN. A graph can capture all of these but a
     CPU table of scattered rows.
-    Raises ValueError for other shapes, dtypes, devices, an empty table, and rows out of range in a CPU table.
+    Raises ValueError for other shapes, dtypes, devices, an empty table, rows out of range in a CPU table, and an
+    accumulator for bf16 or fp16 of an even width that does not start at a multiple of 8 bytes.
     """
     _check_operands(x, dy, "x", "dy")
     shapes = f"accumulator {list(accumulator.shape)}, x {list(x.shape)}, dy {list(dy.shape)}"
@@ -291,6 +297,7 @@ def fold(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor | None = Non
         raise ValueError(f"{shapes}: fold takes [N, K], [R, K], [R, N]")
     if accumulator.dtype != torch.float32 or not accumulator.is_contiguous() or accumulator.device != x.device:
         raise ValueError("accumulator: fold adds into a contiguous fp32 tensor on the device of x")
+    _check_pairs(accumulator, x)
     if blocks is not None:
         _check_blocks(blocks, x)
     _check_device(x)
@@ -335,6 +342,11 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _check_operands(one: Tensor, other: Tensor, name: str, other_name: str) -> None:
+    _check_pair(one, other, name, other_name)
+    _check_sizes(one, other, name, other_name)
+
+
+def _check_pair(one: Tensor, other: Tensor, name: str, other_name: str) -> None:
     names = f"{name} and {other_name}"
     if one.dtype != other.dtype or one.dtype not in DTYPES:
         raise ValueError(f"{names} are {one.dtype} and {other.dtype}: they must both be bf16, fp16 or fp32")
@@ -342,7 +354,12 @@ def _check_operands(one: Tensor, other: Tensor, name: str, other_name: str) -> N
         raise ValueError(f"{names} are on {one.device} and {other.device}")
     if not one.numel() or not other.numel():
         raise ValueError(f"{names} are {list(one.shape)} and {list(other.shape)}: an empty tensor")
+
+
+def _check_sizes(one: Tensor, other: Tensor, name: str, other_name: str) -> None:
+    # Not of a graph, which these would keep from having rows without an upper end.
     if max(one.numel() // one.shape[-1:].numel(), *one.shape[-1:], *other.shape) >= 2**31:
+        names = f"{name} and {other_name}"
         raise ValueError(f"{names} are {list(one.shape)} and {list(other.shape)}: sizes must stay below 2^31")
 
 
@@ -350,6 +367,13 @@ def _check_device(x: Tensor) -> None:
     # The last of the checks, so that the others need no GPU.
     if not x.is_cuda:
         raise ValueError(f"tensors are on {x.device}: the kernels of `cuda` run on CUDA")
+
+
+def _check_pairs(accumulator: Tensor, x: Tensor) -> None:
+    # The kernel of the matrix unit reads and writes pairs of columns; fp32 and odd widths go through the plain one.
+    paired = x.dtype != torch.float32 and accumulator.shape[1] % 2 == 0
+    if paired and accumulator.data_ptr() % 8:
+        raise ValueError("accumulator: it must start at a multiple of 8 bytes; a view into a larger one may not")
 
 
 def _check_blocks(blocks: Tensor, x: Tensor) -> None:
@@ -454,11 +478,17 @@ def linear_logprob(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int
     and tensors that are not on a CUDA device. A target outside [0, V) gives NaN: the host cannot look at it.
     """
     _check_head(x, weight, targets)
-    if x.dim() == 0 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
-        shapes = f"x {list(x.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}"
-        raise ValueError(f"{shapes}: linear_logprob takes [..., H], [V, H] and [...]")
+    check_head(x, weight, targets)
     _check_device(x)
     return _LinearLogprob.apply(x, weight, targets.reshape(-1).contiguous(), ignore_index)
+
+
+def check_head(x: Tensor, weight: Tensor, targets: Tensor) -> None:
+    """Raise what `linear_logprob` raises for shapes and dtypes."""
+    _check_head_dtypes(x, weight, targets)
+    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
+        shapes = f"x {list(x.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}"
+        raise ValueError(f"{shapes}: linear_logprob takes [..., H], [V, H] and [...]")
 
 
 def fold_logprob(accumulator: Tensor, x: Tensor, weight: Tensor, targets: Tensor, dy: Tensor, blocks: Tensor) -> None:
@@ -471,6 +501,7 @@ def fold_logprob(accumulator: Tensor, x: Tensor, weight: Tensor, targets: Tensor
     _check_head(x, weight, targets)
     if accumulator.shape != weight.shape or accumulator.dtype != torch.float32 or not accumulator.is_contiguous():
         raise ValueError(f"the accumulator must be fp32 {list(weight.shape)}, dense; it is {list(accumulator.shape)}")
+    _check_pairs(accumulator, x)
     if not accumulator.device == dy.device == x.device:
         raise ValueError(f"accumulator, dy and x are on {accumulator.device}, {dy.device}, {x.device}")
     if x.dim() != 2 or x.shape[1] != weight.shape[1] or not targets.shape == dy.shape == x.shape[:1]:
@@ -500,12 +531,17 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _check_head(x: Tensor, weight: Tensor, targets: Tensor) -> None:
+    _check_head_dtypes(x, weight, targets)
+    _check_sizes(x, weight, "x", "weight")
+    if weight.dim() != 2 or not _suits(weight):
+        raise ValueError(f"weight {list(weight.shape)}: its rows must be dense and start at multiples of 16 bytes")
+
+
+def _check_head_dtypes(x: Tensor, weight: Tensor, targets: Tensor) -> None:
     if x.dtype == torch.float32:
         raise ValueError("x is fp32: linear_logprob of `cuda` takes bf16 and fp16; the one of `triton` takes fp32 too")
-    _check_operands(x, weight, "x", "weight")
+    _check_pair(x, weight, "x", "weight")
     if targets.dtype != torch.int64:
         raise ValueError(f"targets are {targets.dtype}: they must be int64")
     if targets.device != x.device:
         raise ValueError(f"x and targets are on {x.device} and {targets.device}")
-    if weight.dim() != 2 or not _suits(weight):
-        raise ValueError(f"weight {list(weight.shape)}: its rows must be dense and start at multiples of 16 bytes")

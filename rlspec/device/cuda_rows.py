@@ -428,10 +428,16 @@ def _positions(x: Tensor) -> Tensor:
 # What is refused
 
 
-def _known(**tensors: Tensor) -> None:
+def check_dtypes(**tensors: Tensor) -> None:
+    """Raise ValueError for what no kernel here takes."""
     for name, x in tensors.items():
         if x.dtype not in native.DTYPES:
             raise ValueError(f"{name} is {x.dtype}: the kernels take bf16, fp16 and fp32")
+
+
+def _known(**tensors: Tensor) -> None:
+    check_dtypes(**tensors)
+    for name, x in tensors.items():
         if not x.is_cuda:
             raise ValueError(f"{name} is on {x.device}: the kernels run on a CUDA device")
 

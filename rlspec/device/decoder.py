@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from rlspec.device.architecture import Architecture
+from rlspec.architecture import Architecture
 from rlspec.device.operators import Dispatch, Operators, Routing, Segment, Segments
 
 _SAME_ROWS = re.compile(r"(?<=self_attn\.)[qkv]_proj|(?<=mlp\.)(?:gate|up)_proj")

@@ -19,15 +19,15 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from rlspec import nodes, token_files
-from rlspec.device import architecture, weight_files, weights
+from rlspec import architecture, token_files
+from rlspec.device import weight_files, weights
 from rlspec.device.decoder import Decoder
+from rlspec.device.dtypes import DTYPES as DTYPES
+from rlspec.device.dtypes import NAMES
 from rlspec.device.operators import Operators
 from rlspec.errors import RunError, SpecError
 from rlspec.token_files import Stream
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LOADING = {  # what transformers says of loading -> what is wrong with the tensors that it names
     "missing_keys": "is missing",
     "unexpected_keys": "is no parameter of this model, or stands there twice",
@@ -258,9 +258,3 @@ def mode(invariant: bool) -> AbstractContextManager[None]:
     from rlspec.device.invariant_mode import invariant_mode
 
     return invariant_mode()
-
-
-def unwritten(implementation: str | Mapping[str, str]) -> float:
-    """What memory of a cache holds before it is written: NaN, but 0 for attention that multiplies it by 0."""
-    name = nodes.implementation_of("attention", implementation)
-    return 0.0 if name in ("reference", "torch") else math.nan

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 
 from rlspec import layouts
-from rlspec.device import cases, comparing, gradients
-from rlspec.device.cases import PADS, Case, Tensors
+from rlspec.device import comparing, gradients, grids
+from rlspec.device.cases import Case, Tensors
+from rlspec.device.grids import segments_of
 from rlspec.device.observe import Seen
-from rlspec.device.operators import Segment, Segments
+from rlspec.device.operators import Segments
 from rlspec.layouts import Call, Layout
-from rlspec.nodes import NODES
+from rlspec.nodes import NODES, Node
 from rlspec.workloads import Tier
+
+ALONE = "each sample alone"  # a layout beside those of the tier, in which inputs are looked at as in the canonical one
 
 # x, its upstream gradient, other token inputs by name, which rows are which, and how many rows there are.
 Handed = tuple[Tensor, Tensor, dict[str, Tensor], list[gradients.Run], int]
@@ -114,8 +117,7 @@ class _Execution:
             else:
                 outputs = case.call(self._operator, tokens, weights, segments, subject.wide)
         self._check(outputs, call)
-        if self.layout.name == layouts.CANONICAL and subject.wide is None:
-            self._untouched(tokens, call)
+        self._untouched(tokens, call)
         if inferred is not None:
             self._same_without_gradients(outputs, inferred, call)
         for name, out in (inferred or outputs).items():
@@ -132,6 +134,8 @@ class _Execution:
         self._autograd(call, outputs, upstream, leaves)
         if self.owned is not None:
             self._hand_over(call, tokens, upstream)
+        self._kept(upstream, call)
+        self._untouched(tokens, call)
 
     def _inferred(self, call: Call, tokens: Tensors, segments: Segments) -> dict[str, Tensor]:
         """What the call gives without gradients, where an operator may take another way.
@@ -181,7 +185,6 @@ class _Execution:
             found = torch.autograd.grad(
                 differentiable, list(leaves.values()), list(upstream.values()), allow_unused=True
             )
-        self._kept(upstream, call)
         for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
             if gradient is None:
                 raise NoBackward(f"no gradient reaches {name}")
@@ -214,10 +217,6 @@ class _Execution:
     # Gradients that the operator itself sums
 
     def _hand_over(self, call: Call, tokens: Tensors, upstream: Tensors) -> None:
-        """The first token input and upstream gradient; by name, other such gradients and other inputs."""
-        x, *_ = tokens.values()
-        dy, *_ = upstream.values()
-        others = [name for name in list(tokens)[1:] if name not in self.node.tensors]
         samples = self.subject.tier.samples
         runs = [
             gradients.Run(
@@ -226,9 +225,7 @@ class _Execution:
             for run in call.runs
             if run.sample < len(samples)
         ]
-        more = {name: tokens[name].flatten(0, 1) for name in others}
-        more |= {f"d{name}": upstream[name].flatten(0, 1) for name in list(upstream)[1:]}
-        self.handed.append((x.detach().flatten(0, 1), dy.flatten(0, 1), more, runs, call.slots))
+        self.handed.append((*handed_over(self.node, tokens, upstream), runs, call.slots))
         if self.layout.ordered:
             self._give(self.handed.pop())
 
@@ -270,9 +267,13 @@ class _Execution:
         self, call: Call, tokens: Tensors, out: Tensor, lse: Tensor, dy: Tensor, segments: Segments
     ) -> None:
         operator: Any = self.subject.operator
+        before = (out.clone(), lse.clone()) if self._watched else (out, lse)
         with self.seen.call(launches=True):
             found = operator.backward(*tokens.values(), out, lse, dy, segments, **self.subject.case.options)
         self._kept({"out": dy}, call)
+        self._untouched(tokens, call)
+        if not all(map(comparing.identical, (out, lse), before)):
+            raise ValueError("the backward writes into what `forward` gave")
         for name, gradient in zip(self.node.tensors, found, strict=True):
             if gradient.shape != tokens[name].shape or gradient.dtype != tokens[name].dtype:
                 raise ValueError(f"the gradient of {name} is {_told(gradient)}; {_told(tokens[name])} is due")
@@ -293,63 +294,31 @@ class _Execution:
         if not comparing.identical(out, called):
             raise ValueError("the operator called and its `forward` differ to the bit")
 
+    @property
+    def _watched(self) -> bool:
+        return self.layout.name in (layouts.CANONICAL, ALONE) and self.subject.wide is None
+
     def _kept(self, upstream: Tensors, call: Call) -> None:
-        if self.layout.name != layouts.CANONICAL or self.subject.wide is not None:
-            return
-        for name, dy in upstream.items():
+        for name, dy in upstream.items() if self._watched else ():
             if not comparing.identical(dy, self._upstream(name, call)):
                 raise ValueError(f"the backward writes into the upstream gradient of {name}")
 
     def _untouched(self, tokens: Tensors, call: Call) -> None:
-        for name, x in tokens.items():
+        for name, x in tokens.items() if self._watched else ():
             if not comparing.identical(x.detach(), self._physical(name, call)):
                 raise ValueError(f"the operator writes into its input {name}")
 
-    # Between logical tokens and physical slots
-
     def _physical(self, name: str, call: Call) -> Tensor:
-        one, table = self.subject.case.inputs[name], self.subject.tables[name]
-        index, width = self._slots(call, keys=one.keys)
-        grid = table.index_select(0, index).unflatten(0, (call.rows, width))
-        pads = index == len(table) - 1
-        if one.data and self.layout.pads != "zero":
-            value = PADS[self.layout.pads]
-            grid = torch.where(pads.view(call.rows, width, *[1] * (grid.dim() - 2)), value, grid)
-        return _strided(grid, last=one.data) if self.layout.how == "strided" else grid
+        subject = self.subject
+        return grids.physical(subject.case.inputs[name], subject.tables[name], self.layout, call, subject.tier)
 
     def _upstream(self, name: str, call: Call) -> Tensor:
-        index, width = self._slots(call, keys=False)
-        grid = self.subject.upstream[name].index_select(0, index).unflatten(0, (call.rows, width))
-        return _strided(grid, last=False) if self.layout.how == "strided" else grid
-
-    def _slots(self, call: Call, *, keys: bool) -> tuple[Tensor, int]:
-        """For each slot of a grid the row of the tables, and the grid's width."""
-        tier, width = self.subject.tier, call.key_width if keys else call.width
-        starts, total = _starts(tier, keys)
-        index = torch.full((call.rows * width,), total * cases.copies(tier), dtype=torch.int64)
-        for run in call.key_runs if keys else call.runs:
-            first = starts[run.sample] + run.position + (total if run.sample in call.changed else 0)
-            slot = run.row * width + run.column
-            index[slot : slot + run.length] = torch.arange(first, first + run.length)
-        return index.to(self.subject.device), width
+        return grids.upstream(self.subject.upstream[name], self.layout, call, self.subject.tier)
 
     def _restore(
         self, into: dict[str, Tensor], name: str, grid: Tensor, call: Call, *, keys: bool, poison: float = float("nan")
     ) -> None:
-        tier, width = self.subject.tier, call.key_width if keys else call.width
-        starts, _ = _starts(tier, keys)
-        slots, places = [], []
-        for run in call.key_runs if keys else call.runs:
-            if run.sample < len(tier.samples) and run.sample not in call.changed:
-                slot, place = run.row * width + run.column, starts[run.sample] + run.position
-                slots += range(slot, slot + run.length)
-                places += range(place, place + run.length)
-        if name not in into:
-            count = sum(sample.length if keys else sample.queries for sample in tier.samples)
-            value = poison if grid.is_floating_point() else -1
-            into[name] = torch.full((count, *grid.shape[2:]), value, dtype=grid.dtype, device=grid.device)
-        rows = grid.flatten(0, 1)[torch.tensor(slots, device=grid.device)]
-        into[name][torch.tensor(places, device=grid.device)] = rows.to(into[name].dtype)
+        grids.restore(into, name, grid, call, self.subject.tier, keys=keys, poison=poison)
 
     def _check(self, outputs: Mapping[str, Tensor], call: Call) -> None:
         for name, out in outputs.items():
@@ -367,38 +336,17 @@ class _Execution:
                 raise ValueError(f"the result {name} lies on {out.device}, the inputs on {self.subject.device}")
 
 
-def segments_of(call: Call, device: torch.device) -> Segments:
-    """The segments of a call: each run's queries meet the keys of the same sample up to their own positions."""
-    keys = {(run.row, run.sample): run for run in call.key_runs}
-    entries: list[Segment] = []
-    for run in call.runs:
-        key = keys[run.row, run.sample]
-        entries.append(Segment(run.row, run.column, run.length, key.column, run.position + run.length))
-    return Segments(tuple(entries), call.rows, call.width, call.key_width, device)
+def handed_over(node: Node, tokens: Tensors, upstream: Tensors) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """What a weight gradient takes of a call: the first input, its upstream gradient, and the others by name."""
+    x, *_ = tokens.values()
+    dy, *_ = upstream.values()
+    more = {name: tokens[name].flatten(0, 1) for name in list(tokens)[1:] if name not in node.tensors}
+    more |= {f"d{name}": upstream[name].flatten(0, 1) for name in list(upstream)[1:]}
+    return x.detach().flatten(0, 1), dy.flatten(0, 1), more
 
 
 def _told(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
-
-
-def _starts(tier: Tier, keys: bool) -> tuple[list[int], int]:
-    """For each sample the row of its position 0 in a table, and the rows of one copy."""
-    starts, total = [], 0
-    for sample in (*tier.samples, *tier.company):
-        starts.append(total if keys else total - sample.first)
-        total += sample.length if keys else sample.queries
-    return starts, total
-
-
-def _strided(grid: Tensor, *, last: bool) -> Tensor:
-    """The same values as a view: of a wider row, as of a fused projection, or of every second token."""
-    if last and grid.dim() > 2:
-        base = torch.full((*grid.shape[:-1], 2 * grid.shape[-1]), float("nan"), dtype=grid.dtype, device=grid.device)
-        view = base[..., : grid.shape[-1]]
-    else:
-        base = torch.zeros(grid.shape[0], 2 * grid.shape[1], *grid.shape[2:], dtype=grid.dtype, device=grid.device)
-        view = base[:, ::2]
-    return view.copy_(grid)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlspec.device import gradients
+from rlspec.device import checking, gradients
 from rlspec.device.gradients import BLOCK, Identity, WeightGradient
 
 
@@ -44,7 +44,8 @@ class ExpertGradient(WeightGradient):
     def add(self, x: Tensor, dy: Tensor, identity: Identity, experts: Tensor) -> None:  # type: ignore[override]
         """x [R, k, K] and dy [R, k, N] of each slot, experts int64 [R, k]; R as in the identity.
 
-        Raises what `WeightGradient.add` raises, and ValueError for experts of another shape. No host sync.
+        Raises what `WeightGradient.add` raises, and ValueError for experts of another shape and, on a CPU, for experts
+        outside. No host sync.
         """
         self._check(x, dy, identity)
         if (
@@ -62,7 +63,9 @@ class ExpertGradient(WeightGradient):
         top_k = experts.shape[1]
         slots = [torch.arange(run.row * top_k, (run.row + run.length) * top_k) for run in ordered]
         places = torch.cat(slots).to(x.device, non_blocking=True)
-        chosen, order = experts.flatten().index_select(0, places).sort(stable=True)
+        mine = experts.flatten().index_select(0, places)
+        checking.in_range("experts", mine, self._experts, sync=False)
+        chosen, order = mine.sort(stable=True)
         offsets = torch.searchsorted(chosen, torch.arange(self._experts + 1, device=x.device))
         rows = places.index_select(0, order)
         self._sums.add(x.flatten(0, 1), dy.flatten(0, 1), rows, chosen, offsets)

@@ -2,9 +2,9 @@
 
 The two have the same bits, so the choice may follow the shape. It rests on `tests/bench/results/`: products
 of few rows and of the layers o and down go to Triton, of more rows and of the wider layers to CUDA; prefill and decode
-of few samples to CUDA, decode of many to Triton, sums of an embedding's gradient to CUDA. What is nearly level stays
-with Triton, and so do the operators of experts, which it alone has. A choice is made for the forward pass; a
-backward stays with the family of its forward.
+of few samples to CUDA, decode of many to Triton, the sums of an embedding's and of a matrix's gradient over calls to
+CUDA. What is nearly level stays with Triton, such as the backward of attention that runs once a sample, and so do the
+operators of experts, which it alone has. Autograd goes back through the kernels of the family that ran forward.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ def attends(query: Tensor, key: Tensor, value: Tensor, segments: Tensor, **optio
     return fits and not (decodes and len(segments) > SAMPLES)
 
 
+def folds(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor | None = None) -> bool:
+    """Whether the resumed sum of a matrix's gradient is for CUDA."""
+    return x.element_size() == 2
+
+
 KERNELS = replace(
     triton.KERNELS,
     backend="fastest",
@@ -59,6 +64,7 @@ KERNELS = replace(
     attention_forward=_either("attention_forward", attends),
     det_gemm=_either("det_gemm", product),
     lm_head=_either("lm_head", product),
+    matrix_fold=_either("matrix_fold", folds),
     linear_logprob=_either("linear_logprob", lambda x, weight, *rest, **options: product(x, weight)),
 )
 OPERATORS = table(KERNELS)

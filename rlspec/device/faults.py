@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlspec.device.architecture import Architecture
+from rlspec.architecture import Architecture
 from rlspec.device.job import Job
 from rlspec.device.settings import Settings
 from rlspec.device.trainer import Batch, MicroBatch, Row, Trainer

@@ -74,9 +74,12 @@ def few_experts(seed: int, sample: str, positions: Sequence[int], count: int, be
     return share * (below // count) + torch.as_tensor(step).clamp(max=max(0, below // count - 2))
 
 
-def coarse(x: Tensor) -> Tensor:
-    """To multiples of ½ of at most 2: sums of products of such numbers are exact in fp32, in any order."""
-    return (x * 2).round().clamp(-4, 4) * 0.5
+def coarse(x: Tensor, step: float = 0.5) -> Tensor:
+    """To multiples of ½ of at most 2: sums of products of such numbers are exact in fp32, in any order.
+
+    Of these with multiples of 1/16, up to 2¹⁷ products are.
+    """
+    return (x / step).round().clamp(-2 / step, 2 / step) * step
 
 
 # Logits of `tied_experts` lie from 4 to 8, where a unit in the last place of fp32 is this.

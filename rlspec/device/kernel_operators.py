@@ -155,7 +155,7 @@ class _Gradients:
 
     def embedding(self, weight: Tensor, *, lengths: Sequence[int] | None = None) -> WeightGradient:
         """Of a table [V, H], from ids int64 [R] and dy [R, H]: each id's rows in order."""
-        return WeightGradient(_zeros(weight), self.kernels.embedding_fold, lengths)
+        return WeightGradient(zeros(weight), self.kernels.embedding_fold, lengths)
 
     def matrix(self, weight: Tensor, *, lengths: Sequence[int] | None = None) -> WeightGradient:
         """Of a weight [N, K], from x [R, K] and dy [R, N], which is rounded to the dtype of x if that differs."""
@@ -163,7 +163,7 @@ class _Gradients:
         def fold(accumulator: Tensor, x: Tensor, dy: Tensor, blocks: Tensor | None = None) -> None:
             self.kernels.matrix_fold(accumulator, x, dy.to(x.dtype), blocks)
 
-        return WeightGradient(_zeros(weight), fold, lengths, straight=True)
+        return WeightGradient(zeros(weight), fold, lengths, straight=True)
 
     def norm(
         self, weight: Tensor, *, eps: float, round_before_weight: bool = False, lengths: Sequence[int] | None = None
@@ -175,7 +175,7 @@ class _Gradients:
                 x, dy = x.unsqueeze(1), dy.unsqueeze(1)
             self.kernels.norm_fold(accumulator, x, dy, blocks, eps=eps)
 
-        return WeightGradient(_zeros(weight), fold, lengths)
+        return WeightGradient(zeros(weight), fold, lengths)
 
     def head(self, weight: Tensor, *, lengths: Sequence[int] | None = None) -> WeightGradient:
         """Of the weight [V, H] of `linear_logprob`, from x [R, H], dy [R] and targets int64 [R]."""
@@ -183,7 +183,7 @@ class _Gradients:
         def fold(accumulator: Tensor, x: Tensor, pairs: Tensor, blocks: Tensor) -> None:
             self.kernels.head_fold(accumulator, x, weight, pairs[:, 1].long(), pairs[:, 0].float(), blocks)
 
-        return LogprobGradient(_zeros(weight), fold, lengths)
+        return LogprobGradient(zeros(weight), fold, lengths)
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,8 @@ class _Attention:
         return self.kernels.attention_backward(*given, scale=scale, **_longest(segments))
 
 
-def _zeros(weight: Tensor) -> Tensor:
+def zeros(weight: Tensor) -> Tensor:
+    """For the gradient of a weight, in fp32."""
     return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
 
 

@@ -28,13 +28,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from rlspec import nodes
+from rlspec.architecture import Architecture
 from rlspec.device import native
-from rlspec.device.architecture import Architecture
 from rlspec.device.decoder import Span
 from rlspec.device.operators import Segment, Segments
 from rlspec.errors import RunError
 
 _STORING = ("extend", "write")  # what a subclass that stores otherwise overrides
+_TOLERANT = ("reference", "torch")  # of attention: they multiply by 0 what they do not see, so NaN would leak
 _PAGES_DIVIDE = 512  # the shortest split of attention over keys
 
 
@@ -81,6 +83,11 @@ class Selected(NamedTuple):
 
     def stored(self, layer: int, keys: Tensor, values: Tensor) -> None:
         self.cache.stored(layer, keys, values)
+
+
+def unwritten(implementation: str | Mapping[str, str]) -> float:
+    """What memory is to hold before it is written, for the attention of an implementation."""
+    return 0.0 if nodes.implementation_of("attention", implementation) in _TOLERANT else math.nan
 
 
 class _Cache(ABC):

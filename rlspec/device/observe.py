@@ -1,17 +1,22 @@
 """What really ran: Triton launches, native launches, torch operators, and on a GPU the profiler's list of kernels.
 
-Nothing here is copied from a declaration. What could not be observed is None.
+Nothing here is copied from a declaration. What could not be observed is None. Operators of a user's own library are
+looked into, and threads that are started while somebody watches are seen too; one that ran before is not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import re
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,6 +33,7 @@ class Seen:
     profiled: list[str] | None = None
     idle: int = 0
     profiling: bool = False
+    calling: bool = False
     _count: int = 0
 
     def launched(self, where: list[str], name: str) -> None:
@@ -49,9 +55,17 @@ class Seen:
             with _profiler(self):
                 yield
             return
-        with _Operators(self):
+        with _Operators(self), self._called():
             yield
         self.idle += launches and self._count == before
+
+    @contextlib.contextmanager
+    def _called(self) -> Iterator[None]:
+        self.calling = True
+        try:
+            yield
+        finally:
+            self.calling = False
 
     def plain(self) -> dict[str, Any]:
         return {"triton": self.triton, "native": self.native, "torch": self.torch, "profiled": self.profiled,
@@ -64,24 +78,66 @@ class _Recording:
     The compiler leaves alone what runs under such a mode, wrapped or not.
     """
 
-    seen: Seen
+    within = 0  # operators of a user's library that are running
+
+    def watching(self) -> Sequence[Seen]:
+        raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not (watching := self.watching()):
+            return func(*args, **kwargs)
+        if self.within and func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+            with self:  # type: ignore[attr-defined]  # elsewhere autograd takes such an operator apart
+                return func.decompose(*args, **kwargs)
         namespace, _, name = func._schema.name.partition("::")
         full = name if namespace == "aten" else f"{namespace}::{name}"
-        made = func(*args, **(kwargs or {}))
+        made = func(*args, **kwargs) if namespace == "aten" else self._looked_into(func, args, kwargs)
+        new = [seen for seen in watching if full not in seen.torch]
         # Whole numbers alone are tables of rows, counted and looked through; they are in no result.
-        if full not in self.seen.torch and _numbers((args, kwargs, made)):
-            self.seen.torch.append(full)
+        if new and _numbers((args, kwargs, made)):
+            for seen in new:
+                seen.torch.append(full)
         if name in _UNINITIALISED and made.is_floating_point():
             made.fill_(float("nan"))  # what an operator forgets to write is seen, whatever the allocator had there
         return made
+
+    def _looked_into(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """With the kernel of the operator under this mode, which torch has put aside for the call."""
+        if (keys := _kernel(func, (args, kwargs))) is None:
+            return func(*args, **kwargs)
+        self.within += 1
+        try:
+            with self:  # type: ignore[attr-defined]
+                return func.redispatch(keys, *args, **kwargs)
+        finally:
+            self.within -= 1
 
 
 class _Operators(_Recording, TorchDispatchMode):
     def __init__(self, seen: Seen) -> None:
         super().__init__()
         self.seen = seen
+
+    def watching(self) -> Sequence[Seen]:
+        return (self.seen,)
+
+
+class _Elsewhere(_Recording, TorchDispatchMode):
+    """Of a thread that a call has started, or one before it: whose call is on while an operator runs there."""
+
+    def watching(self) -> Sequence[Seen]:
+        return [seen for seen in _WATCHING if seen.calling]
+
+
+def _kernel(func: Any, given: Any) -> DispatchKeySet | None:
+    """Where an operator's kernel is found, past the modes; None for tensors of a class that dispatches itself."""
+    held = [torch._C._dispatch_keys(one) for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
+    if any(keys.has(DispatchKey.Python) for keys in held):
+        return None
+    chooses = not held and func.has_kernel_for_dispatch_key(DispatchKey.BackendSelect)
+    none = DispatchKeySet(DispatchKey.BackendSelect if chooses else DispatchKey.Undefined)
+    return functools.reduce(operator.or_, held, none) & torch._C._dispatch_keyset_full_after(DispatchKey.Python)
 
 
 def _numbers(*values: Any) -> bool:
@@ -115,7 +171,7 @@ def again(kernel: str | None, *, native: bool) -> None:
 def watch() -> Iterator[Seen]:
     """Record what is launched inside, in this process, whichever thread launches it."""
     seen = Seen()
-    with _triton(lambda name: seen.launched(seen.triton, name)):
+    with _triton(lambda name: seen.launched(seen.triton, name)), _threads():
         _WATCHING.append(seen)
         try:
             yield seen
@@ -148,6 +204,31 @@ def _triton(report: Callable[[str], None]) -> Iterator[None]:
     finally:
         knobs.runtime.launch_enter_hook.remove(entered)
         interpreter.GridExecutor.__call__ = original
+
+
+@contextlib.contextmanager
+def _threads() -> Iterator[None]:
+    """Threads that start inside are seen as long as they live: a mode of torch is that of one thread."""
+    if _WATCHING:
+        yield
+        return
+    original = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        run = self.run
+
+        def watched() -> None:
+            with _Elsewhere():
+                run()
+
+        self.run = watched  # type: ignore[method-assign]
+        original(self)
+
+    threading.Thread.start = start  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        threading.Thread.start = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

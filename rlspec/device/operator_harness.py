@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,16 +18,14 @@ from typing import Any, TextIO
 import torch
 
 from rlspec import layouts, nodes
-from rlspec.device import native, observe, other_process
+from rlspec.device import native, observe, other_process, router_statistics
 from rlspec.device.bench import Bench
 from rlspec.device.operators import resolve
+from rlspec.device.told import told
 from rlspec.device.variant import Variant
 from rlspec.layouts import Layout
 from rlspec.nodes import NODES
 from rlspec.workloads import Tier
-
-_TAIL = 6
-_FILE = re.compile(r'File "(?:[^"]*/)?([^"/]+)"')
 
 
 def main(on: Bench, records: Path) -> None:
@@ -75,7 +71,7 @@ def _cell(
         for line in cell.comparisons():
             writer.line({"record": "comparison", "operator": operator, "tier": tier.name, **line})
     except Exception as error:  # whatever a user's operator raises is the end of its own cell alone
-        cell.error = _no_module(error, on.implementation_of(operator)) or _told(error)
+        cell.error = _no_module(error, on.implementation_of(operator)) or told(error, getattr(error, "place", ""))
     summary = cell.summary()
     writer.line(summary)
     problem = cell.error["message"] if cell.error else cell.blocked
@@ -91,15 +87,6 @@ def _no_module(error: Exception, implementation: str) -> dict[str, Any] | None:
     places = f"in the folder of the spec, PYTHONPATH{'' if os.environ.get('PYTHONPATH') else ' (not set)'}"
     message = f"{implementation}: there is no module {error.name}; looked {places} and the installed packages"
     return {"message": message, "tail": []}
-
-
-def _told(error: Exception) -> dict[str, Any]:
-    text = "".join(traceback.format_exception(error)).rstrip()
-    print(text, file=sys.stderr, flush=True)
-    lines = [_FILE.sub(r'File "\1"', line) for line in text.splitlines()]  # whole paths are in the log alone
-    place = getattr(error, "place", "")
-    message = f"{type(error).__name__}: {error}".splitlines()[0] + (f" ({place})" if place else "")
-    return {"message": message, "tail": lines[-_TAIL:]}
 
 
 @dataclass
@@ -163,3 +150,11 @@ class _Cell:
         with observe.watch() as self.seen:
             for variant in nodes.variants(self.operator, self.tier):
                 yield from Variant(self, variant, judged).comparisons()
+        self._statistics(judged)
+
+    def _statistics(self, judged: Sequence[str]) -> None:
+        promised, model = getattr(self.candidate, "statistics", None), self.on.model
+        if self.operator == "router" and promised is not None and self.tier.options:
+            backward = any(name.startswith("gradient") for name in judged)
+            given = (self.tier, model.num_experts, model.num_experts_per_tok, self.on.device)
+            router_statistics.check(promised, *given, backward=backward)

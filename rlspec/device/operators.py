@@ -1,8 +1,8 @@
 """The operator catalogue: which operators the decoder is made of, how each is called, where each one lives.
 
-An implementation is a name of the catalogue (`reference`, `canonical`, `torch`, `triton`, `cuda`), or `module:table`
-with a dict operator -> callable of your own, or `module:function` where one operator alone is chosen. Names are
-resolved on first use.
+An implementation is a name of the catalogue (`reference`, `canonical`, `torch`, `triton`, `cuda`, `fastest`), or
+`module:table` with a dict operator -> callable of your own, or `module:function` where one operator alone is chosen.
+Names are resolved on first use.
 
 B rows, T tokens a row, N = B·T, S keys a row, D head width, M = N·k rows routed to experts, E experts, V vocabulary.
 Results have the first tensor's dtype unless a line says otherwise; `fp32` below means fp64 if the inputs are fp64.
@@ -25,9 +25,11 @@ Results have the first tensor's dtype unless a line says otherwise; `fp32` below
 
 Empty tensors, ids and targets outside, and dtypes, shapes or devices that do not fit are a ValueError. On CUDA, where
 looking at ids and targets takes a host sync, `torch` leaves them to the assertions of torch's kernels, and `triton`
-and `cuda` give NaN for their rows.
+and `cuda` give NaN for their rows. Not so for experts outside: `Dispatch.of`.
 
-The callable of an operator may carry attributes, each of which promises something more:
+Inputs and upstream gradients have any strides, those of an expanded tensor too: they are read in place or copied.
+
+The callable of an operator may carry attributes, each of which promises something more than autograd through the call:
 
     weight_gradient(weight, **options) -> rlspec.device.gradients.WeightGradient: the operator owns the sum of its
         weight's gradient over calls, in canonical order. Options: eps of the norms, `lengths` of the samples, what
@@ -55,6 +57,7 @@ import torch
 from torch import Tensor
 
 from rlspec import nodes
+from rlspec.device import checking
 
 _MODULES: Mapping[str, str] = {
     "reference": "rlspec.device.reference",
@@ -198,7 +201,13 @@ class Dispatch:
 
     @classmethod
     def of(cls, experts: Tensor, count: int) -> Dispatch:
-        """From the chosen `experts` [N, k] of `count` experts."""
+        """From the chosen `experts` int64 [N, k] of `count` experts.
+
+        Raises ValueError for an expert outside on a CPU. On CUDA looking would be a host sync: `sizes`, which is one,
+        raises it there, and `triton` leaves the row of such an expert unwritten.
+        """
+        if experts.device.type == "cpu" and experts.numel():
+            checking.in_range("experts", experts, count)
         chosen, order = experts.flatten().sort(stable=True)
         places = torch.arange(len(order), device=order.device)
         inverse = torch.empty_like(order).scatter(0, order, places)
@@ -222,8 +231,12 @@ class Dispatch:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The number of rows of each expert."""
-        return tuple(self.offsets.diff().tolist())
+        """The number of rows of each expert. Raises ValueError for rows of experts outside."""
+        sizes = tuple(self.offsets.diff().tolist())
+        if sum(sizes) != len(self.order):
+            outside = len(self.order) - sum(sizes)
+            raise ValueError(f"experts must be in 0 … {self.count - 1}, and those of {outside} rows are not")
+        return sizes
 
 
 def implementations() -> tuple[str, ...]:

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from rlspec.architecture import Architecture
 from rlspec.device import mesh as meshes
-from rlspec.device.architecture import Architecture
 from rlspec.device.decoder import Cache, Decoder, Part, RouterStatistics, Site, Span
 from rlspec.device.mesh import Mesh, Peers
 from rlspec.device.operators import Dispatch, Operators, Segment, Segments

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from rlspec import architecture
+
 OF_KIND: Mapping[str, Mapping[str, Any]] = {
     "correctness": {"learning_rate": 1e-5, "force_balanced_routing": False},
     "performance": {"learning_rate": 1e-6, "force_balanced_routing": True},
@@ -79,7 +81,7 @@ class Settings:
     @property
     def balanced(self) -> bool:
         """Whether a load-balance loss is part of the training."""
-        return bool(self.model.get("experts") or self.model.get("num_experts")) and self.load_balance_coefficient > 0
+        return architecture.experts(self.model) > 0 and self.load_balance_coefficient > 0
 
 
 def read(config: Mapping[str, Any]) -> Settings:

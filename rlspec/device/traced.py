@@ -29,7 +29,8 @@ def traced(
 ) -> Function:
     """`function`, which a graph meets as the operator `name` with this schema, and with `fake` in place of kernels.
 
-    `tensors`: the parameters with a gradient; with none the operator is not differentiable in a graph.
+    `tensors`: the parameters with a gradient; with none the operator is not differentiable in a graph. Any other that
+    wants a gradient is a ValueError: a graph would leave it without one, and say nothing.
     """
     parameters = [one.name for one in torch._C.parse_schema(f"{name}{schema}").arguments]
 
@@ -44,7 +45,13 @@ def traced(
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        return overload(*args, **options) if torch.compiler.is_compiling() else function(*args, **options)
+        if not torch.compiler.is_compiling():
+            return function(*args, **options)
+        if tensors and torch.is_grad_enabled():
+            for parameter, one in (*zip(parameters, args, strict=False), *options.items()):
+                if parameter not in tensors and isinstance(one, Tensor) and one.requires_grad:
+                    raise ValueError(f"{name} gives no gradient to {parameter}: detach it")
+        return overload(*args, **options)
 
     return call  # type: ignore[return-value]
 
@@ -63,7 +70,7 @@ def _differentiate(name: str, operator: Any, function: Callable[..., Any], schem
     parameters = re.sub(r"=[^,)]+", "", schema.partition(" -> ")[0].strip("()"))  # the upstream one has no default
     taken = f"({parameters}, Tensor upstream) -> Tensor[]"
     backward = torch.library.custom_op(f"{NAMESPACE}::{name}_gradients", gradients, mutates_args=(), schema=taken)
-    backward.register_fake(lambda *args: [_like(args[place]) for place in places])
+    backward.register_fake(lambda *args: [like(args[place]) for place in places])
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*(one for one in inputs if isinstance(one, Tensor)))
@@ -86,5 +93,5 @@ def _autograd() -> Iterator[None]:
         yield
 
 
-def _like(x: Tensor) -> Tensor:
+def like(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -20,11 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlspec.device import architecture, perturb
+from rlspec import architecture
+from rlspec.architecture import Architecture
+from rlspec.device import perturb
 from rlspec.device.adamw import AdamW
-from rlspec.device.architecture import Architecture
 from rlspec.device.data import Corpus, default_corpus
 from rlspec.device.decoder import RouterStatistics, of_experts
+from rlspec.device.dtypes import DTYPES
 from rlspec.device.job import Job
 from rlspec.device.mesh import Mesh, Peers
 from rlspec.device.operators import Operators
@@ -34,7 +36,6 @@ from rlspec.device.settings import Settings
 if TYPE_CHECKING:
     from rlspec.device.pipelining import Pipeline
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BETAS, EPSILON = (0.9, 0.95), 1e-8
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlspec.device import checking, expert_gradients
-from rlspec.device.kernel_operators import Kernels, promising, table
+from rlspec.device.kernel_operators import Kernels, promising, table, zeros
 from rlspec.device.operators import Dispatch, Routing
 from rlspec.kernels import attention as _attention
 from rlspec.kernels import combine as _combine
@@ -79,7 +79,7 @@ def router_gradient(
         slopes = _router.slopes(x, weight, upstream, upstream_weights, choice=choice, **options)
         _router.fold(accumulator, x, slopes, blocks)
 
-    return expert_gradients.RouterGradient(_zeros(weight), fold, lengths)
+    return expert_gradients.RouterGradient(zeros(weight), fold, lengths)
 
 
 def grouped_gradient(weight: Tensor, *, lengths: Sequence[int] | None = None) -> expert_gradients.ExpertGradient:
@@ -99,7 +99,7 @@ class _ExpertSums:
     """`expert_gradients.Sums` in one chain of the matrix unit an expert."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._gradient = _grouped_gemm.Gradient(_zeros(weight))
+        self._gradient = _grouped_gemm.Gradient(zeros(weight))
 
     def add(self, x: Tensor, dy: Tensor, rows: Tensor, experts: Tensor, offsets: Tensor) -> None:
         self._gradient.add(x, dy.to(x.dtype), rows, experts, offsets)
@@ -136,7 +136,3 @@ def combine(rows: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
     """[M, H], [N, k] -> [N, H]: weighted sum, slots ascending, in fp32 whatever the weights are."""
     checking.combine(rows, weights, dispatch)
     return _combine.combine(rows, weights, dispatch.inverse)
-
-
-def _zeros(weight: Tensor) -> Tensor:
-    return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)

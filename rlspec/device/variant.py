@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from rlspec import layouts, nodes
-from rlspec.device import cases, comparing, observe, other_process
+from rlspec.device import cases, comparing, conduct, observe, other_process
 from rlspec.device.bench import Bench, subject
 from rlspec.device.execution import NoBackward, Results, run
+from rlspec.device.grids import SPREAD, STRIDED
 from rlspec.device.operators import resolve
 from rlspec.layouts import CANONICAL, Layout
 from rlspec.nodes import NODES
@@ -47,24 +48,45 @@ class Variant:
         self.both = self.backward and any(name.startswith("forward") for name in judged)
         self.reference = self._reference()
         self.baseline = self._baseline()
+        self.first = self._is_first()
         self.canonical = Results()
         self.digests: dict[tuple[str, str, tuple[int, ...] | None], str] = {}
         self.accuracies: dict[tuple[str, str], dict[str, Any]] = {}
 
+    def _is_first(self) -> bool:
+        """Whether no tier before has the same form and judgments: what calls do to each other is looked at once."""
+        on, operator = self.cell.on, self.cell.operator
+        for tier in nodes.tiers(operator, on.workload.tiers):
+            if self.variant in nodes.variants(operator, tier) and nodes.judged(tier, on.judgments) == self.judged:
+                return tier.name == self.cell.tier.name
+        return True
+
     def comparisons(self) -> Iterator[dict[str, Any]]:
         before = {name: comparing.fingerprint(weight) for name, weight in self.subject.weights.items()}
         self.canonical = self._run(self.cell.layouts[0])
-        for name, weight in self.subject.weights.items():
-            if comparing.fingerprint(weight) != before[name]:
-                raise ValueError(f"the operator writes into its {name}")
+        self._weights_are_those(before)
         self._profile()
         self._weights_are_read()
-        yield from self._all(self.cell.layouts[0], self.canonical)
+        lines = list(self._all(self.cell.layouts[0], self.canonical))
+        yield from lines
         for layout in self.cell.layouts[1:]:
             if layout.how == "other_process":
                 yield from self._elsewhere(layout, self.canonical)
             else:
-                yield from self._all(layout, self._run(layout))
+                yield from self._all(layout, self._through(layout))
+        if self.first and not any(map(_problem, lines)):  # what is wrong in one call is told by its lines
+            self._conduct()
+            self._weights_are_those(before)
+
+    def _through(self, layout: Layout) -> Results:
+        """Of a strided layout the tensors lie in two ways, and what is told is the results of one that is off."""
+        found = self._run(layout)
+        if layout.how != STRIDED:
+            return found
+        spread = self._run(replace(layout, how=SPREAD))
+        for mine, theirs in ((found.outputs, spread.outputs), (found.gradients, spread.gradients)):
+            mine |= {name: x for name, x in theirs.items() if name in mine and not comparing.identical(x, mine[name])}
+        return found
 
     def _run(self, layout: Layout) -> Results:
         if self.backward and self.cell.no_backward is None:
@@ -79,25 +101,62 @@ class Variant:
             self.cell.apart.append(" ".join(filter(None, (self.variant, found.apart))))
         return found
 
+    def _weights_are_those(self, before: Mapping[str, str]) -> None:
+        for name, weight in self.subject.weights.items():
+            if comparing.fingerprint(weight) != before[name]:
+                raise ValueError(f"the operator writes into its {name}")
+
     def _weights_are_read(self) -> None:
         """After a step of an optimizer a weight lies where it lay, with other values: none may be kept."""
         if not self.subject.weights:
             return
-        for weight in self.subject.weights.values():
-            weight.mul_(2)
-        try:
-            doubled = run(self.subject, self.cell.layouts[0], self.cell.seen, backward=False, both=self.both)
-        finally:
-            for weight in self.subject.weights.values():
-                weight.div_(2)
-        before = self.canonical.outputs
-        if all(comparing.identical(out, before[name]) for name, out in doubled.outputs.items()):
-            raise ValueError("with the weight doubled in place, the result is what it was: is one kept?")
-        for name, out in doubled.outputs.items():
-            if self.node.linear and not torch.equal(out, before[name] * 2):
-                raise ValueError(f"with the weight doubled in place, {name} is not twice what it was: is one kept?")
+        backward = self.first and self.backward and self.cell.no_backward is None
+        with conduct.doubled(self.subject.weights):
+            doubled = run(self.subject, self.cell.layouts[0], self.cell.seen, backward=backward, both=self.both)
+        conduct.reads_weights(self.node, self.canonical, doubled, CANONICAL)
         if doubled.apart and not self.canonical.apart:
             raise ValueError(f"with the weight doubled in place, {doubled.apart}: is one kept?")
+
+    def _conduct(self) -> None:
+        """Between calls; then autograd through the canonical ones, where the operator promises other gradients."""
+        on, seen = self.cell.on, self.cell.seen
+        few = conduct.small(self.subject, on.workload, on.model, on.dtype)
+        backward = self.backward and self.cell.no_backward is None
+        try:
+            apart = conduct.check(few, seen, backward=backward, both=self.both, near=self._near)
+            if backward and conduct.promises(self.subject):
+                whole = replace(self.subject, operator=conduct.called(self.subject.operator))
+                self._same_by_autograd(run(whole, self.cell.layouts[0], seen, backward=True, both=self.both))
+        except NoBackward as error:
+            self.cell.no_backward = f"{error} where autograd runs through the call"
+            return self._conduct()  # of its forwards
+        self._told(Results(apart=apart))
+
+    def _same_by_autograd(self, bare: Results) -> None:
+        conduct.same_by_autograd(self.canonical, self._told(bare), CANONICAL)
+        limits = self._limits("gradient_accuracy") if "gradient_accuracy" in self.judged else None
+        for name in self.canonical.accumulated_by if limits else ():
+            got, want = bare.gradients[name], self.reference.gradients[name]
+            got = got.to(self.subject.weights[name.removeprefix("d")].dtype)
+            if problem := self._beside(got, want, limits or {}, name):
+                raise ValueError(f"autograd through the call gives another {name} than `weight_gradient`: {problem}")
+
+    def _beside(self, got: Tensor, want: Tensor, limits: Mapping[str, float], name: str) -> str | None:
+        line = comparing.errors(got, want, limits.get("atol", 0.0), limits.get("rtol", 0.0)).plain()
+        if "baseline_ratio" in limits:
+            line["yardstick"] = self._yardstick("gradient_accuracy", name, got.dtype)
+        return nodes.accuracy_problem(line, limits)
+
+    def _near(self, name: str, got: Tensor, want: Tensor) -> str | None:
+        """A gradient of a few tokens against the same one made in another way: no more apart than from a reference."""
+        limits = self._limits("gradient_accuracy") if "gradient_accuracy" in self.judged else None
+        if not limits:
+            return "the bits differ, and no row is asked for"
+        found = comparing.errors(got, want.double(), limits.get("atol", 0.0), limits.get("rtol", 0.0)).plain()
+        if found["nonfinite"] or "baseline_ratio" not in limits:
+            return nodes.accuracy_problem(found, {})
+        much = float(found["relative_rms"])
+        return None if much <= limits["relative_rms"] else f"an RMS error of {much:.3g} of its RMS"
 
     def _profile(self) -> None:
         """The canonical calls once more under the profiler; what it sees joins what was seen to run."""
@@ -296,6 +355,12 @@ class Variant:
 
 def upcast(tensors: cases.Tensors, wide: torch.dtype) -> dict[str, Tensor]:
     return {name: x.to(wide) if x.is_floating_point() else x for name, x in tensors.items()}
+
+
+def _problem(line: Mapping[str, Any]) -> str | None:
+    """Why the canonical run is outside a row, if one is asked for."""
+    floating = line["dtype"].startswith(("float", "bfloat"))
+    return nodes.accuracy_problem(line, line["limits"] if floating else {}) if line["limits"] else None
 
 
 def _name(dtype: torch.dtype) -> str:

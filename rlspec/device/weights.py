@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rlspec.architecture import Architecture
 from rlspec.device import comparing, fills, weight_files
-from rlspec.device.architecture import Architecture
 from rlspec.device.decoder import Decoder
 
 DEVIATION = 0.02

@@ -30,8 +30,6 @@ def writer(path: Path) -> Writer:
     suffix = path.with_suffix("").suffix.lower() if path.suffix.lower() == ZIPPED else path.suffix.lower()
     if suffix in WRITERS:
         return WRITERS[suffix]
-    if suffix in (".html", ".htm"):
-        raise SpecError("HTML reports come in a later version")
     what = f"unknown suffix {suffix}" if suffix else "its name has no suffix"
     raise SpecError(f"cannot write a report to {path}: {what}; known are {', '.join(WRITERS)}, and .gz after them")
 

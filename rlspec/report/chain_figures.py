@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlspec import verdicts
+from rlspec import chain_across, verdicts
 from rlspec.layouts import CANONICAL
 from rlspec.report import rows
 from rlspec.report.text import clean, flat, number
@@ -23,9 +23,10 @@ AGGREGATES = {  # heading -> name
 }
 ACROSS = ("train against", "of", "differing", *AGGREGATES)
 LEGEND = (
-    "invariance: every layout equal to BN/full, to the bit. accuracy: within the row of the same model in fp32. "
-    "parity: log-probs as trained against those of prefill and decode. decode_prefill: logits of decoded tokens "
-    "against one prefill. kv_cache: what is read against what was written."
+    "forward_ and gradient_invariance: every layout equal to BN/full, to the bit. accuracy: within the row of the "
+    "same model in fp32. parity: log-probs as trained against those of prefill and decode. decode_prefill: logits of "
+    "decoded tokens against one prefill. kv_cache: what is read against what was written. cross_arm_invariance: the "
+    "canonical cell of an arm against that of the first arm, to the bit."
 )
 NAMED = 4
 BARS = "▁▂▃▄▅▆▇█"
@@ -105,7 +106,7 @@ def _beside(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[rows
         gaps = [abs(a - b) for a, b in zip(ours, others, strict=True)]
         yield {"of": "log-probs", "differing": f"{sum(map(bool, gaps)):,} of {len(gaps):,}",
                "max |d|": number(max(gaps), digits=3)}  # fmt: skip
-    digests, known = _digests(mine), _digests(theirs)
+    digests, known = chain_across.gradients(mine), chain_across.gradients(theirs)
     if shared := digests.keys() & known.keys():
         apart = sum(digests[name] != known[name] for name in shared)
         yield {"of": "gradients", "differing": f"{apart:,} of {len(shared):,}"}
@@ -114,11 +115,6 @@ def _beside(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[rows
 def _logprobs(arm: Mapping[str, Any]) -> list[float]:
     line = next((one for one in arm["logprobs"] if one["execution"] == CANONICAL), None)
     return [float(value) for value in line["values"]] if line else []
-
-
-def _digests(arm: Mapping[str, Any]) -> dict[str, str]:
-    lines = (one for one in arm["comparisons"] if one["judgment"] == "gradient_invariance")
-    return {one["tensor"]: one["against_digest"] for one in lines}
 
 
 def _execution(evidence: Mapping[str, Any]) -> rows.Cells:

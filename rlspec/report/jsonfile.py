@@ -10,17 +10,11 @@ import copy
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rlspec.document import escape
 
 NONFINITE = "nonfinite"
-
-
-def schema_path() -> Path:
-    """The JSON Schema (draft 7) of report.json."""
-    return Path(__file__).parent.parent / "schemas" / "report.schema.json"
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -29,14 +23,6 @@ def render(report: Mapping[str, Any]) -> str:
     plain = _finite(restore(report), "", nonfinite)
     text = json.dumps({**plain, NONFINITE: nonfinite}, indent=2, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace") + "\n"
-
-
-def parse(text: str) -> dict[str, Any]:
-    """The report that `render` wrote, as it was. Raises ValueError if it is not such a text."""
-    report = json.loads(text, parse_constant=_refuse)
-    if not isinstance(report, dict):
-        raise ValueError("a report is a JSON object")
-    return restore(report)
 
 
 def restore(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,10 +46,6 @@ def _finite(value: Any, pointer: str, nonfinite: dict[str, str]) -> Any:
         nonfinite[pointer] = "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
         return None
     return value
-
-
-def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not JSON; a report holds null there and names the place in {NONFINITE}")
 
 
 def _put(report: dict[str, Any], pointer: str, number: float) -> None:

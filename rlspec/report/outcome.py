@@ -109,13 +109,17 @@ def _error(report: Mapping[str, Any]) -> list[str]:
 
 
 def _fail(report: Mapping[str, Any]) -> list[str]:
+    steps = []
     base, feature = (
         {clean(arm["commit"][:7]) for arm in report["arms"] if arm["role"] == role and arm["commit"]}
         for role in ("base", "feature")
     )
     if len(base) == len(feature) == 1 and base != feature:
-        return [f"find the change that did it: git log --oneline {base.pop()}..{feature.pop()}"]
-    return ["read the reasons above; -v prints every figure"]
+        steps.append(f"find the change that did it: git log --oneline {base.pop()}..{feature.pop()}")
+    if apart := {name for verdict in report["verdicts"] for name in verdict["evidence"].get("surroundings", ())}:
+        named = ", ".join(map(clean, sorted(apart)[:SHOWN]))
+        steps.append(f"run all arms again in one environment before you blame the code; now they differ in {named}")
+    return steps or ["read the reasons above; -v prints every figure"]
 
 
 def _investigate(report: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from rlspec.surroundings import UNDECLARED
+
 OBSERVED = ("commit", "dirty", "run_file_digest", "processes", "ranks", "world_size", "versions", "device", "flags")
 MACHINE = ("arch", "os", "cpu", "driver")
 
@@ -19,7 +21,20 @@ def portable(report: Mapping[str, Any]) -> dict[str, Any]:
         "run": None,
         "overrides": [_override(text) for text in report["overrides"]],
         "arms": [_arm(arm) for arm in report["arms"]],
+        "verdicts": [_verdict(verdict) for verdict in report["verdicts"]],
+        "notes": [note.replace(spec["path"], _name(spec["path"])) if spec else note for note in report["notes"]],
     }
+
+
+def _verdict(verdict: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the names of the variables in which the shells of the arms differed."""
+    evidence = {key: value for key, value in verdict["evidence"].items() if key != "surroundings"}
+    return {**verdict, "notes": [_before_names(note) for note in verdict["notes"]], "evidence": evidence}
+
+
+def _before_names(note: str) -> str:
+    text, found, _ = note.partition(UNDECLARED)
+    return text + found
 
 
 def _override(text: str) -> str:

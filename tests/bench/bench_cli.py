@@ -5,6 +5,7 @@ Prints a table with what was measured beside what is required, and exits 1 if an
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -15,8 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-import yaml
 
 ROOT = Path(__file__).parents[2]
 LOGS = Path(__file__).with_name("bench_judge_logs.py")
@@ -80,6 +79,8 @@ def help_(folder: Path) -> Iterator[Row]:
 
 def lint(folder: Path) -> Iterator[Row]:
     """The shipped specs in block style, with as many environment variables as make 60 lines of each."""
+    import yaml
+
     shipped = [
         path for kind in ("correctness", "performance") for path in sorted((ROOT / "specs" / kind).glob("*.yaml"))
     ]
@@ -131,7 +132,12 @@ def judge(folder: Path) -> Iterator[Row]:
 BENCHES: dict[str, Callable[[Path], Iterator[Row]]] = {"help": help_, "lint": lint, "run": run, "judge": judge}
 
 
-def main(names: Sequence[str]) -> int:
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="BENCH", help=f"{', '.join(BENCHES)}; all, if left out")
+    names = parser.parse_args(words).names
+    if unknown := [name for name in names if name not in BENCHES]:
+        parser.error(f"unknown bench {unknown[0]!r}; known: {', '.join(BENCHES)}")
     missed = 0
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, Python {sys.version.split()[0]}")
     print(f"{'':<54} {'measured':>10} {'required':>11}")
@@ -148,4 +154,4 @@ def main(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -117,12 +117,16 @@ def _as_feature(run):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    sys.path.insert(0, str(ROOT))
+    from tests.bench import gpu
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["train", "judge"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--at-once", type=int, default=4, help="processes that share the GPU")
     options = parser.parse_args()
     if options.action == "train":
+        gpu.needed("the runs train on a CUDA device")
         train(options.folder, options.at_once)
     else:
         judge(options.folder)

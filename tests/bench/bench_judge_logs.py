@@ -6,6 +6,7 @@ form in a fresh process, so that the peak is that of the three runs in memory to
 
 from __future__ import annotations
 
+import argparse
 import random
 import resource
 import subprocess
@@ -14,9 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rlspec.logs import read
-from rlspec.model import Arm
-
+ROOT = Path(__file__).parents[2]
 ARMS = ("base0", "base1", "feat0")
 
 
@@ -42,6 +41,10 @@ def write(folder: Path, steps: int) -> None:
 
 
 def measure(folder: Path, suffix: str, reader: str) -> str:
+    sys.path.insert(0, str(ROOT))
+    from rlspec.logs import read
+    from rlspec.model import Arm
+
     start = time.perf_counter()
     runs = [read(folder / f"{arm}{suffix}", reader, Arm(name=arm, role="base")) for arm in ARMS]
     seconds = time.perf_counter() - start
@@ -51,14 +54,18 @@ def measure(folder: Path, suffix: str, reader: str) -> str:
 
 
 def main() -> None:
-    if len(sys.argv) == 4:
-        print(measure(Path(sys.argv[1]), sys.argv[2], sys.argv[3]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", type=int, nargs="?", default=1_000_000, metavar="STEPS", help="of each log (1000000)")
+    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.measure:
+        folder, suffix, reader = given.measure
+        print(measure(Path(folder), suffix, reader))
         return
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 1_000_000
     with tempfile.TemporaryDirectory() as folder:
-        write(Path(folder), steps)
+        write(Path(folder), given.steps)
         for suffix, reader in ((".log", "pithtrain"), (".jsonl", "jsonl")):
-            subprocess.run([sys.executable, __file__, folder, suffix, reader], check=True)
+            subprocess.run([sys.executable, __file__, "--measure", folder, suffix, reader], check=True)
 
 
 if __name__ == "__main__":

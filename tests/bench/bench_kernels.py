@@ -8,7 +8,7 @@ First, beside each other: nvcc builds csrc/, the checks run, and the timings are
 what they need. Then, with nothing else on the GPU, one part after the other is timed, in the child that rehearsed it.
 A kernel that hangs or kills its context harms no other part. What the budget does not let begin or end is listed as not
 run. The results are written after every row, so that a call that is killed keeps what was done; `summary.py` makes a
-table of them. Exits 1 if a check fails, a child fails, or something was not run.
+table of them. Exits 1 if a check fails, a child fails, or something was not run, and 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from typing import Any, NamedTuple
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 sys.path.insert(0, str(ROOT))
+
+from tests.bench import gpu  # noqa: E402
 
 
 class Part(NamedTuple):
@@ -72,6 +74,7 @@ def main(words: Sequence[str] | None = None) -> int:
     given = parser.parse_args(words)
     if given.child:
         return _child(*given.child)
+    gpu.needed("kernels are checked and timed on a CUDA device")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     chosen = {name: part for name, part in PARTS.items() if name in (given.only or PARTS)}
     book = Book(given.json, given.commit)

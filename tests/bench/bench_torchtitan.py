@@ -18,13 +18,15 @@ import json
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rlspec import contract, drift, records
-from rlspec.model import Arm, Judgment, Run
+if TYPE_CHECKING:
+    from rlspec.model import Run
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "specs" / "examples" / "torchtitan"
@@ -85,6 +87,9 @@ def pack(folder: Path) -> None:
 
 def unpack(path: Path) -> dict[str, Run]:
     """The runs of a packed file by the names of their arms."""
+    from rlspec import records
+    from rlspec.model import Arm
+
     found: dict[str, list[str]] = {}
     for line in gzip.decompress(path.read_bytes()).decode().splitlines(keepends=True):
         if '"record": "run"' in line:
@@ -146,6 +151,9 @@ def lag1(values: list[float]) -> float | None:
 
 def triples(bases: list[Run], metric: str) -> str:
     """Every ordered triple of identical runs, judged as two base runs and a feature run."""
+    from rlspec import contract, drift
+    from rlspec.model import Judgment
+
     rows = contract.load("training", ROOT / "specs")
     judged = []
     for base0, base1, other in itertools.permutations(bases, 3):
@@ -164,6 +172,7 @@ def triples(bases: list[Run], metric: str) -> str:
 
 
 def main() -> None:
+    sys.path.insert(0, str(ROOT))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=["prepare", "pack", "envelope"])
     parser.add_argument("paths", type=Path, nargs="+")

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlspec.device import cuda_attention, native
 from rlspec.kernels import attention as kernel
-from tests.bench import clock
+from tests.bench import clock, gpu
 
 HEADS, KV_HEADS = 32, 8
 FLOPS, BYTES = 790e12, 4.3e12  # what this chip reaches
@@ -340,8 +340,9 @@ def report(rows: Iterable[dict[str, object]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    gpu = torch.device("cuda")
-    for name, ok, detail in checks(gpu):
+    gpu.needed("kernels are checked and timed on a CUDA device")
+    device = torch.device("cuda")
+    for name, ok, detail in checks(device):
         print("ok  " if ok else "FAIL", name, detail, flush=True)
-    for line in report(timings(gpu)):
+    for line in report(timings(device)):
         print(line, flush=True)

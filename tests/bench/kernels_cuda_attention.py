@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rlspec.device import cuda_attention as cuda
 from rlspec.kernels import attention as triton
+from tests.bench import gpu
 from tests.bench import kernels_attention as bench
 
 BACKENDS = (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION))
@@ -232,8 +233,9 @@ def _decode(device: torch.device, rows: int, length: int) -> Iterator[dict[str, 
 
 
 if __name__ == "__main__":
-    gpu = torch.device("cuda")
-    for name, ok, detail in checks(gpu):
+    gpu.needed("kernels are checked and timed on a CUDA device")
+    device = torch.device("cuda")
+    for name, ok, detail in checks(device):
         print("ok  " if ok else "FAIL", name, detail, flush=True)
-    for line in bench.report(timings(gpu)):
+    for line in bench.report(timings(device)):
         print(line, flush=True)

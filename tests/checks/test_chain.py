@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import types
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from rlspec import chains, contract, document
+from rlspec import catalog, chain_places, chain_sizes, chains, contract, document
 from rlspec.cells import CATEGORIES
+from rlspec.chain_verdicts import GATED
 from rlspec.checks import chain
 from rlspec.errors import RunError, SpecError
 from rlspec.model import Result
@@ -118,13 +122,58 @@ def test_an_error_beyond_that_of_torch_fails_and_names_a_node(judgment):
     )
 
 
+@pytest.mark.parametrize(("cells", "operator"), [(("BN/full", "BN/packed"), "swiglu"), (("BN/packed",), "attention")])
+def test_a_packed_cell_that_fails_with_the_canonical_one_fails_where_that_does(cells, operator):
+    """Only a cell that fails alone is blamed on the node at which it leaves the canonical one."""
+    found = measured()
+    for name in cells:
+        one = line(found, "forward_accuracy", name)
+        one["rms"] = 10 * float(one["yardstick"]["torch_rms"])
+    next(node for node in found["depth"]["nodes"] if node[:2] == [1, "mlp.act"])[3] = 100.0
+    next(cell for cell in found["cells"] if cell["name"] == "BN/packed")["digest"] = "another"
+    trace = next(one for one in found["traces"] if one["configuration"] == "BN/packed")
+    trace.update(differing=9, first={"layer": 0, "name": "self_attn", "operator": "attention"})
+    verdict = judged(found)["forward_accuracy", "BN/packed"]
+    assert said(verdict) == ("FAIL", "red_verdict")
+    assert verdict.evidence["first_divergence"]["operator"] == operator
+
+
 def test_a_gradient_that_errs_behind_a_sound_forward_is_not_said_to_be_where_the_error_arose():
     found = measured()
     for name in ("model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"):
         one = line(found, "gradient_accuracy", "BN/full", name)
         one["rms"] = 10 * float(one["yardstick"]["torch_rms"])
     reason = judged(found)["gradient_accuracy", "BN/full"].reason
-    assert "the first gradient on the way back that does is that of layer 0, mlp.down_proj" in reason
+    place = "the first gradient on the way back that does is that of layer 0, mlp.down_proj (det_gemm)"
+    assert f"{place}, which comes through residual_add" in reason  # a fault in that backward shows there first
+
+
+def test_results_on_the_way_that_err_are_told_beside_a_green_verdict():
+    found = measured()
+    assert not judged(found)["forward_accuracy", "BN/full"].notes
+    next(node for node in found["depth"]["nodes"] if node[:2] == [1, "mlp.act"])[3] = 100.0
+    verdict = judged(found)["forward_accuracy", "BN/full"]
+    assert said(verdict) == ("PASS", "green") and len(verdict.notes) == 1
+    assert verdict.notes[0].startswith("forward_accuracy BN/full is PASS, and 1 of ")
+    assert (
+        "results on the way err by more than the row allows beside plain torch, first that of layer 1, mlp.act"
+        in (verdict.notes[0])
+    )
+
+
+def test_weights_that_only_their_shapes_name_are_told_of():
+    found = measured()
+    found["weights"]["config"] = None
+    told = "the folder of weights has no config.json: only the shapes of its tensors say that they are of this model"
+    assert {one.notes for one in judged(found).values()} == {(told,)}
+
+
+def test_experts_that_no_row_can_hold_to_fp32_are_an_error():
+    found = measured()
+    found["depth"]["routes"] = {"choices": 1, "tokens": 1, "of": 11, "wrong": 0, "widest": 0.1}
+    asked = types.SimpleNamespace(ratio=lambda judgment: None)
+    misled = chain_places.misrouted(found, "forward_accuracy", asked)
+    assert misled.category == "broken" and "forward_accuracy/chain has no baseline_ratio" in misled.reason
 
 
 def test_not_a_number_is_red():
@@ -162,6 +211,26 @@ def test_the_published_contract_judges_the_aggregates(gap, status):
     assert verdict.evidence["aggregates"]["sequence_outliers"]["value"] == (3 if status == "FAIL" else 0)
 
 
+def test_the_limit_of_the_judgment_gates_beside_the_aggregates():
+    """A contract whose aggregates are reported alone still has the row of train_inference_parity itself."""
+    found = measured("ws1")
+    one = execution(found, "B1/decode")
+    one.update(values=[value + 0.05 for value in one["values"]], digest="another")
+    rows = [contract.plain(row) for row in contract.load("ws1", CONTROLS).rows]
+    for row in rows:
+        if row["judgment"] in GATED:
+            row["status"] = "measured"
+    verdict = judged(found, contract.from_rows("mine", rows))["train_inference_parity", "B1/decode"]
+    assert verdict.status == "PASS" and "max |d| 0.05, within 0.06" in verdict.reason
+    assert verdict.reason.endswith("max_abs_dlogp, approx_kl, clip_fraction reported and not gated")
+    for row in rows:
+        if row["judgment"] == "train_inference_parity" and row["dtype"] == "bf16":
+            row["limits"] = {"max": 1e-9}
+    verdict = judged(found, contract.from_rows("mine", rows))["train_inference_parity", "B1/decode"]
+    assert said(verdict) == ("FAIL", "red_verdict") and "max |d| 0.05 is above 1e-09" in verdict.reason
+    assert judged(found, contract.from_rows("mine", rows))["train_inference_parity", "B1/rescore"].status == "PASS"
+
+
 def test_sides_go_by_role():
     """d is train - inference: where inference is above, d is below 0, and the estimate of the KL is of that side."""
     found = measured("ws1")
@@ -185,6 +254,42 @@ def test_log_probs_that_cannot_be_compared(spoil, category, reason):
     spoil(execution(found, "B1/decode"))
     verdict = judged(found)["train_inference_parity", "B1/decode"]
     assert said(verdict) == (CATEGORIES[category], category) and reason in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes", "reason"),
+    [
+        ("lm_head", ["bfloat16, bfloat16 -> bfloat16"], "lm_head: a result is in bfloat16, float32 is due"),
+        ("residual_add", ["float32, bfloat16 -> bfloat16"], "residual_add: a result is in bfloat16, float32"),
+        ("det_gemm", ["a -> bfloat16", "a -> float32"], "det_gemm: a result is in float32, bfloat16 is due"),
+    ],
+)
+def test_a_result_in_another_dtype_is_of_another_profile(name, dtypes, reason):
+    found = measured()
+    next(one for one in found["operators"] if one["operator"] == name)["dtypes"] = dtypes
+    verdicts = judged(found).values()
+    assert {said(one) for one in verdicts} == {("ERROR", "red_provenance")}
+    assert all(reason in one.reason for one in verdicts)
+
+
+@pytest.mark.parametrize(
+    ("judgment", "configuration", "tensor"),
+    [("gradient_invariance", "B1/full", "lm_head.weight"), ("decode_prefill", "b1/paged", "logits")],
+)
+def test_a_tensor_in_another_dtype_is_not_what_is_due(judgment, configuration, tensor):
+    found = measured()
+    line(found, judgment, configuration, tensor).update(dtype="bfloat16", against_dtype="bfloat16")
+    verdict = judged(found)[judgment, configuration]
+    assert said(verdict) == ("ERROR", "broken") and "it is in bfloat16, float32 is due" in verdict.reason
+
+
+def test_decoded_log_probs_that_are_all_alike_cannot_fail():
+    found = measured()
+    for one in found["comparisons"]:
+        one |= {"dlogp": [[-5.5, -5.5]] * len(one["dlogp"])} if "dlogp" in one else {}
+    made = judged(found)
+    assert categories(made, "decode_prefill") == {("ERROR", "broken")} and categories(made, "kv_cache") == GREEN
+    assert "every log-prob that was decoded is -5.5, a constant" in made["decode_prefill", "b1/paged"].reason
 
 
 # What ran
@@ -278,6 +383,39 @@ def test_absolute_limits_hold_for_pinned_weights_alone():
     assert chain.row(chain.parse(document.read(path)[0]), "forward_accuracy", rows).subject == "logprob"
 
 
+def refused(made):
+    return [problem for problem in chain.lint(made, ()) if problem.severity == "error"]
+
+
+def test_pages_that_no_decoded_position_lies_behind_are_refused(tmp_path):
+    data = (CONTROLS / "workloads" / "small.yaml").read_text()
+    (tmp_path / "w.yaml").write_text(data.replace("page_size: 2", "page_size: 64"))
+    (found,) = refused(spec(workload=str(tmp_path / "w.yaml")))
+    assert found.rule == "RL314" and "page_size 64: no decoded position of case b1" in found.message
+    assert not refused(spec(workload=str(tmp_path / "w.yaml"), judgments=["forward_invariance"]))
+
+
+def test_weights_of_another_model_than_the_declared_one_are_refused_by_the_key(tmp_path):
+    made = spec(weights={"source": "huggingface", "path": str(tmp_path), "pins": "qwen3-8b"})
+    assert not refused(made)  # shards alone, which are pinned
+    fields = asdict(chain_sizes.of(catalog.model("small", CONTROLS)))
+    config = {"model_type": "qwen3"} | {key: value for key, value in fields.items() if value}
+    for change, told in [
+        ({}, None),
+        ({"rope_theta": 1e6}, "rope_theta is 10000.0, and 1000000.0 there"),
+        ({"hidden_act": "gelu"}, 'hidden_act "gelu" is not implemented'),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling"),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        found = refused(made)
+        assert [problem.rule for problem in found] == ["RL305"] * (told is not None), found
+        assert told is None or told in found[0].message
+    (tmp_path / "config.json").write_text("{bad")
+    (problem,) = refused(made)
+    assert f"is not the one in {tmp_path}: its config.json: Expecting property name" in problem.message
+    assert problem.hint == "name the model that the folder holds, or correct its config.json"
+
+
 def test_pins_that_nobody_knows():
     weights = {"source": "huggingface", "path": "w", "pins": "qwen"}
     with pytest.raises(SpecError, match="unknown pins 'qwen'"):
@@ -311,6 +449,18 @@ def test_log_probs_that_are_all_alike_cannot_fail():
         assert said(verdict) == ("ERROR", "broken") and "every log-prob is 0, a constant" in verdict.reason
     found["logprobs"][0]["values"][0] = -1.0
     assert all("a constant" not in verdict.reason for verdict in judged(found).values())
+
+
+def test_decoding_alone_is_not_judged_by_a_constant():
+    """Logits that are all alike agree wherever they come from; no log-prob of training says so here."""
+    found, asked = measured(), {"judgments": ["decode_prefill"]}
+    assert {one.status for one in judged(found, **asked).values()} == {"PASS"}
+    decoded = [one for one in found["comparisons"] if one["judgment"] == "decode_prefill"]
+    for one in decoded:
+        one["dlogp"] = [[-5.5, -5.5] for _ in one["dlogp"]]
+    found["logprobs"] = []
+    for verdict in judged({**found, "comparisons": decoded}, **asked).values():
+        assert said(verdict) == ("ERROR", "broken") and "decoded is -5.5, a constant" in verdict.reason
 
 
 def test_nan_on_both_sides_is_said_in_words():

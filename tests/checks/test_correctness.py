@@ -77,6 +77,19 @@ def test_without_judgments_every_usual_metric_that_is_printed_is_judged():
     assert [(v.subject, v.status) for v in empty] == [("cross-entropy-loss", "ERROR")]
 
 
+def test_a_loss_that_no_run_has_is_an_error_and_another_metric_that_none_could_be_read_of_is_named():
+    spec, norms = parsed(judgments=["drift"]), {a: {"gradient-norm": s["gradient-norm"]} for a, s in alike().items()}
+    verdicts = correctness.judge(spec, results(spec, **norms), ROWS)
+    assert [(v.subject, v.status) for v in verdicts] == [("cross-entropy-loss", "ERROR"), ("gradient-norm", "PASS")]
+    losses = {arm: {"cross-entropy-loss": series["gradient-norm"]} for arm, series in norms.items()}
+    faults = {"gradient-norm": "base0.log line 1 has gradient-norm 'x', which is no number"}
+    found = results(spec, **losses)
+    found[0] = dataclasses.replace(found[0], run=dataclasses.replace(found[0].run, faults=faults))
+    (verdict,) = correctness.judge(spec, found, ROWS)
+    assert verdict.status == "PASS"
+    assert verdict.notes[-1] == f"gradient-norm was not judged: {faults['gradient-norm']}"
+
+
 def test_an_arm_that_failed_makes_every_verdict_an_error_that_names_it():
     spec = parsed()
     runs = alike()

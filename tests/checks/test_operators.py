@@ -70,6 +70,32 @@ def test_a_mapping_covers_the_operators(tmp_path):
     assert (rule, message) == ("RL312", "a mapping of implementations needs operators: to be named")
 
 
+def test_a_table_of_ones_own_has_the_operators(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    source, arms = tmp_path / "mine.py", [{"name": "a", "implementation": "mine:table"}]
+    source.write_text("table: dict = {'silu': print, 'gelu': print}\n", encoding="utf-8")
+    ((rule, line, message, hint),) = problems(tmp_path, arms=arms)
+    assert (rule, message) == ("RL312", "mine:table of arm a has no operator rope") and "it has silu" in hint
+    assert line and problems(tmp_path, arms=arms, operators=["silu"]) == []
+    mapping = {"silu": "mine:table", "rope": "mine:table"}
+    ((_, _, message, _),) = problems(tmp_path, arms=[{"name": "a", "implementation": mapping}])
+    assert message == "mine:table of arm a has no operator rope"
+    ((_, _, message, hint),) = problems(tmp_path, arms=arms, operators=None)
+    assert "rms_norm, det_gemm" in message and "pack" not in message and "router" not in message
+    assert problems(tmp_path, arms=[{**arms[0], "environment": {"PYTHONPATH": "/elsewhere"}}]) == []
+    for unread in ("table = {'silu': 1}\ntable['rope'] = 1\n", "table = {**known}\n", "table = dict(silu=1)\n",
+                   "def table(x): ...\n", "table = {'silu': 1\n", "if True:\n    table = {}\n"):  # fmt: skip
+        source.write_text(unread, encoding="utf-8")
+        assert problems(tmp_path, arms=arms) == [], unread
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "mine.py").write_text("table = {'silu': 1, 'rope': 1}\n", encoding="utf-8")
+    source.write_text("table = {'silu': 1}\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "later"))
+    assert len(problems(tmp_path, arms=arms)) == 1, "what lies beside the spec is what runs"
+    source.unlink()
+    assert problems(tmp_path, arms=arms) == []
+
+
 @pytest.mark.parametrize("implementation", ["./mine.py:table", ":table", "mine:", "mine:table:more"])
 def test_what_is_no_module_and_table(tmp_path, implementation):
     ((rule, _, message, _),) = problems(tmp_path, arms=[{"name": "a", "implementation": implementation}])

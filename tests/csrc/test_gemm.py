@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,6 +98,11 @@ def rows(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
+def odd(*shape: int) -> Tensor:
+    """A sum that starts at an odd element, as in a flat buffer behind a gradient of an odd size."""
+    return torch.zeros(1 + math.prod(shape))[1:].view(shape)
+
+
 BLOCKS = torch.tensor([[0, 1, *[-1] * 14]], dtype=torch.int32)
 TARGETS = torch.zeros(4, dtype=torch.int64)
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -113,6 +119,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "fold, rows": (lambda: cuda.fold(torch.zeros(8, 24), rows(4, 24), rows(5, 8), BLOCKS), "fold takes"),
     "fold, shape": (lambda: cuda.fold(torch.zeros(8, 20), rows(4, 24), rows(4, 8), BLOCKS), "fold takes"),
     "fold, sum": (lambda: cuda.fold(torch.zeros(8, 24).half(), rows(4, 24), rows(4, 8), BLOCKS), "accumulator"),
+    "fold, start": (lambda: cuda.fold(odd(8, 24), rows(4, 24), rows(4, 8), BLOCKS), "multiple of 8 bytes"),
+    "fold, start of an odd width": (lambda: cuda.fold(odd(8, 23), rows(4, 23), rows(4, 8), BLOCKS), "run on CUDA"),
     "fold, row": (lambda: cuda.fold(torch.zeros(8, 24), rows(1, 24), rows(1, 8), BLOCKS), "rows -1 to 1 of 1"),
     "fold, table": (lambda: cuda.fold(torch.zeros(8, 24), rows(4, 24), rows(4, 8), BLOCKS.long()), "int32"),
     "fold, no block": (lambda: cuda.fold(torch.zeros(8, 24), rows(4, 24), rows(4, 8), BLOCKS[:0]), "int32"),
@@ -124,6 +132,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "head, sum": (
         lambda: cuda.fold_logprob(torch.zeros(8, 16), rows(4, 24), rows(8, 24), TARGETS, torch.ones(4), BLOCKS),
         "accumulator",
+    ),
+    "head, start": (
+        lambda: cuda.fold_logprob(odd(8, 24), rows(4, 24), rows(8, 24), TARGETS, torch.ones(4), BLOCKS),
+        "multiple of 8 bytes",
     ),
 }
 

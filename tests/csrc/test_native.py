@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 COMPILER = """#!/bin/sh
 # Stands in for nvcc: says a version, notes each call, "compiles" a source by copying it, and refuses one with an error.
 if [ "$1" = --version ]; then cat "{folder}/version"; exit 0; fi
+env > "{folder}/environment"
 for word; do [ "$before" = -o ] && out=$word; before=$word; source=$word; done
 echo "$source" >> "{folder}/calls"
 if grep -q broken "$source"; then echo "$source(1): error: identifier \\"broken\\" is undefined" >&2; exit 2; fi
@@ -50,6 +52,7 @@ class Workshop:
         compiler.chmod(0o755)
 
     def write(self, name: str, text: str) -> None:
+        (self.sources / name).parent.mkdir(exist_ok=True)
         (self.sources / name).write_text(text)
 
     def say(self, version: str) -> None:
@@ -87,15 +90,33 @@ def test_what_an_object_follows_from_names_it(shop: Workshop, monkeypatch: pytes
     keys.append(nvcc.key("one"))
     shop.write("shared.cuh", "// another header\n")
     keys.append(nvcc.key("one"))
-    shop.write("more.cuh", "")
-    keys.append(nvcc.key("one"))
+    for name in ("more.cuh", "more.h", "below/more.inc"):
+        shop.write(name, "")
+        keys.append(nvcc.key("one"))
     shop.say("Cuda compilation tools, release 13.1, V13.1.1")
     keys.append(nvcc.key("one"))
     monkeypatch.setattr(nvcc, "FLAGS", (*nvcc.FLAGS, "-G"))
     keys.append(nvcc.key("one"))
+    monkeypatch.setenv("NVCC_CCBIN", "g++-13")
+    keys.append(nvcc.key("one"))
     assert len(set(keys)) == len(keys)
     shop.write("other.cu", "int other();\n")
+    shop.write("README.md", "")
     assert nvcc.key("one") == keys[-1] != nvcc.key("other")
+
+
+def test_what_names_no_object_is_kept_from_the_compiler(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    unnamed = {
+        "NVCC_APPEND_FLAGS": "-use_fast_math",
+        "NVCC_PREPEND_FLAGS": "-G",
+        "CPATH": "/else",
+        "INCLUDES": "-I/else",
+    }
+    for name, value in {**unnamed, "NVCC_CCBIN": "g++-13"}.items():
+        monkeypatch.setenv(name, value)
+    nvcc.build("one")
+    seen = dict(line.split("=", 1) for line in (shop.folder / "environment").read_text().splitlines() if "=" in line)
+    assert not unnamed.keys() & seen.keys() and {"PATH", "TMPDIR", "NVCC_CCBIN"} <= seen.keys()
 
 
 def test_a_compiler_that_refuses_is_quoted(shop: Workshop) -> None:
@@ -113,7 +134,20 @@ def test_a_killed_compiler_leaves_nothing(shop: Workshop) -> None:
     assert {path.suffix for path in nvcc.cache().iterdir()} == {".lock"}
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "no record", "half a record", "no object"])
+def test_what_a_killed_builder_leaves_goes_with_the_next_build(shop: Workshop) -> None:
+    shop.write("other.cu", "int other();\n")
+    paths = [nvcc._path(name) for name in ("one", "other")]
+    left = [path.parent / f".build-{path.name}-left" for path in (*paths, paths[1].with_stem("other-old"))]
+    for folder in left:
+        folder.mkdir(parents=True)
+        (folder / "half.o").touch()
+    with paths[1].with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        nvcc.build("one")
+    assert [folder.exists() for folder in left] == [False, True, False]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "no record", "half a record", "no object", "[]", "null", "{}"])
 def test_a_damaged_object_is_built_again(shop: Workshop, damage: str) -> None:
     path = nvcc.build("one").path
     record = path.with_suffix(".json")
@@ -123,6 +157,10 @@ def test_a_damaged_object_is_built_again(shop: Workshop, damage: str) -> None:
         path.write_bytes(path.read_bytes().replace(b"a", b"b"))
     elif damage == "half a record":
         record.write_text(record.read_text()[:20])
+    elif damage in ("[]", "null"):
+        record.write_text(damage)
+    elif damage == "{}":
+        record.write_text(json.dumps({"sha256": json.loads(record.read_text())["sha256"]}))
     else:
         (record if damage == "no record" else path).unlink()
     assert nvcc.built("one") is None
@@ -167,6 +205,22 @@ def test_without_a_compiler_it_is_blocked(shop: Workshop, monkeypatch: pytest.Mo
         native.missing(torch.device("cuda", 0))
         == "cuda kernels are built with nvcc, and there is none on PATH or in CUDA_HOME"
     )
+
+
+@pytest.mark.parametrize("place", ["file", "/proc"])
+def test_a_cache_that_cannot_be_is_blocked(shop: Workshop, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    (shop.folder / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shop.folder / place))
+    with pytest.raises(nvcc.Unavailable, match=r"CUDA kernels are kept, cannot be used \(.*\): set XDG_CACHE_HOME"):
+        nvcc.build("one")
+    assert nvcc.state().endswith("set XDG_CACHE_HOME; implementation cuda is BLOCKED here")
+
+
+def test_a_compiler_that_hangs_is_named(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = shop.folder / "cuda" / "bin" / "nvcc"
+    compiler.write_text("#!/bin/sh\nexec sleep 600\n")
+    monkeypatch.setattr(nvcc, "_PATIENCE", 0.05)
+    assert nvcc.state() == f"{compiler} --version said nothing for 0.05 s; implementation cuda is BLOCKED here"
 
 
 def test_a_gpu_that_is_not_hopper_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

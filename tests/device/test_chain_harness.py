@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 
 import pytest
 import torch
 
-from rlspec import catalog, chain_records, contract
+from rlspec import catalog, chain_records, chains, contract
+from rlspec.architecture import read
 from rlspec.checks import chain
-from rlspec.device import chain_bench, chain_faults, chain_harness, chain_session, chain_training, reference, weights
-from rlspec.device.architecture import read
+from rlspec.device import (
+    chain_bench,
+    chain_faults,
+    chain_harness,
+    chain_model,
+    chain_session,
+    chain_training,
+    reference,
+    weights,
+)
+from rlspec.device.chain_inference import Engine
 from rlspec.device.decoder import Decoder
 from rlspec.device.operators import Operators
 from tests.chain_runs import CONTROLS, judged, spec
@@ -40,11 +51,11 @@ def run(on, folder):
     return chain_records.read(path, "a")
 
 
-def saved(folder, **changes):
+def saved(folder, *, seed=5, **changes):
     """Files of a seeded model, with their pins as `weights:` of a run file."""
     model = read({**catalog.model("small", CONTROLS), **changes})
     made = Decoder(model, Operators("canonical"), master_dtype=torch.bfloat16)
-    weights.seeded(made, 5)
+    weights.seeded(made, seed)
     tensors = {name: parameter.detach() for name, parameter in made.named_parameters()}
     half = len(tensors) // 2
     parts = [dict(list(tensors.items())[:half]), dict(list(tensors.items())[half:])]
@@ -60,6 +71,8 @@ def test_pinned_weights_are_checked_loaded_and_named(tmp_path):
     assert found["weights"]["pinned"] is True and found["weights"]["source"] == "huggingface"
     assert [phase["error"] for phase in found["phases"]] == [None] * len(found["phases"])
     assert all(line["differing"] == 0 for line in found["comparisons"])
+    verdict = judged(found, judgments=FEW, cells=["BN/packed"])["forward_invariance", "BN/packed"]
+    assert verdict.evidence["weights"].endswith(", no config.json") and "no config.json" in verdict.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +81,8 @@ def test_pinned_weights_are_checked_loaded_and_named(tmp_path):
         (lambda f: next(iter(f.glob("*00002*"))).unlink(), "is missing"),
         (lambda f: flip(next(iter(f.glob("*00001*")))), "has the SHA-256"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "index.json has the SHA-256"),
+        (lambda f: (f / "config.json").write_text('{"rms_norm_eps": 1e-5}'), "rms_norm_eps is 1e-06, and 1e-05 there"),
+        (lambda f: (f / "config.json").write_text("{}"), "num_hidden_layers is missing"),
     ],
 )
 def test_weights_that_are_not_what_is_pinned_are_refused_before_anything_is_allocated(tmp_path, spoil, reason):
@@ -121,10 +136,16 @@ def test_too_little_memory_of_the_machine_is_blocked_too(monkeypatch, tmp_path):
     assert found["run"]["blocked"] == "the run is estimated to need 78 GiB of memory, and here are 6 GiB"
 
 
-def test_kernels_without_their_device_are_blocked(tmp_path):
-    found = run(bench({"implementation": "triton"}), tmp_path)
+@pytest.mark.parametrize(
+    ("implementation", "model"),
+    [("triton", "small"), ({"router": "triton"}, "tiny-moe"), ({"silu": "triton"}, "small")],
+)
+def test_kernels_without_their_device_are_blocked(tmp_path, implementation, model):
+    asked = {"model": model, "profile": "hf" if "silu" in implementation else "ws1"}
+    found = run(bench({"implementation": implementation}, **asked), tmp_path)
     assert "triton kernels need a CUDA device" in found["run"]["blocked"]
-    made = judged(found, arms=[{"name": "a", "implementation": "triton"}], judgments=FEW, cells=["BN/packed"])
+    arms = [{"name": "a", "implementation": implementation}]
+    made = judged(found, arms=arms, judgments=FEW, cells=["BN/packed"], **asked)
     assert {one.status for one in made.values()} == {"BLOCKED"}
 
 
@@ -182,6 +203,26 @@ def test_without_room_for_other_gradients_digests_tell_cells_apart(tmp_path, mon
     wrong = judged(run(bench(arm, **asked), tmp_path), **asked, arms=[arm])
     assert {name for name, one in wrong.items() if one.status == "FAIL"} == {("gradient_invariance", "B1/full")}
     assert "its digest differs" in wrong["gradient_invariance", "B1/full"].reason
+
+
+def test_a_harness_that_runs_another_thing_than_it_says_is_no_pass(tmp_path, monkeypatch):
+    """One cache for both kinds, and no chunks: all numbers agree, and nothing of either was judged."""
+    cache, train = Engine.cache, chain_model.TrainingPass.run
+    monkeypatch.setattr(Engine, "cache", lambda self, kind, samples: cache(self, "contiguous", samples))
+    monkeypatch.setattr(
+        chain_model.TrainingPass, "run", lambda self, layout, *, chunk_size, **kept: train(self, layout, **kept)
+    )
+    asked = {"judgments": ["forward_invariance", *chains.STATEFUL], "cells": ["BN/chunked"]}
+    found = run(bench(**asked), tmp_path)
+    assert all(line["differing"] == 0 for line in found["comparisons"] if "differing" in line)
+    made = judged(found, **asked)
+    wrong = {name: one.reason for name, one in made.items() if one.status != "PASS"}
+    assert {one.evidence["category"] for one in made.values() if one.status != "PASS"} == {"broken"}
+    assert set(wrong) == {("forward_invariance", "BN/chunked"), ("train_inference_parity", "B1/paged")} | {
+        (judgment, f"{case}/paged") for case in ("b1", "bn-left") for judgment in ("decode_prefill", "kv_cache")
+    } | {("kv_cache", "chunked/paged")}  # fmt: skip
+    assert "BN/chunked: its decoder was not called as" in wrong["forward_invariance", "BN/chunked"]
+    assert "given a cache of blocks of 9 positions, and paged is due" in wrong["decode_prefill", "b1/paged"]
 
 
 def test_a_mixture_of_experts_keeps_its_bits(tmp_path):
@@ -255,3 +296,42 @@ def test_a_router_that_chooses_wrong_is_not_hidden_by_its_own_experts(tmp_path, 
     _, made = routed(tmp_path, implementation={"router": f"{__name__}:{router}"})
     for verdict in made.values():
         assert verdict.status == "FAIL" and reason in verdict.reason, verdict
+
+
+def nudged(x, weight, **options):
+    """The scores of a router in fp32 that is off by the rounding of a format half as wide."""
+    return reference.router(x, weight + 2.0**-10 * weight.roll(1, 0), **options)
+
+
+def test_near_ties_of_fp32_are_those_of_its_own_rounding(tmp_path):
+    """An allowance of bf16 would take other experts, and scores off a thousandfold, for equal ones."""
+    arm = {"name": "a", "implementation": {"router": f"{__name__}:nudged"}}
+    found = run(bench(arm, dtype="fp32", **EXPERTS), tmp_path)
+    assert found["depth"]["routes"]["choices"] and not found["depth"]["routes"]["wrong"]
+    for verdict in judged(found, arms=[arm], dtype="fp32", **EXPERTS).values():
+        assert verdict.status == "FAIL" and "the router's scores err by more than the row allows" in verdict.reason
+    found["depth"]["routes"]["choices"] = 0  # as if no token had moved: then the log-probs' own error is blamed on it
+    verdict = judged(found, arms=[arm], dtype="fp32", **EXPERTS)["forward_accuracy", "BN/full"]
+    assert "errs by more than the row allows is that of layer 0, mlp.gate (router)" in verdict.reason
+
+
+@pytest.mark.parametrize("status", ["PASS", "FAIL"])
+def test_experts_of_pinned_weights_are_gated_by_the_row_of_a_whole_model(tmp_path, status):
+    """The absolute row that judges the log-probs says nothing of scores."""
+    given = saved(tmp_path, seed=1, **catalog.model("tiny-moe", CONTROLS))
+    (tmp_path / "pins.yaml").write_text(json.dumps(given["pins"]))
+    arm = {"name": "a", "implementation": "canonical" if status == "PASS" else {"router": f"{__name__}:rolled"}}
+    asked = {**EXPERTS, "weights": {**given, "pins": str(tmp_path / "pins.yaml")}, "arms": [arm], "contract": "ws1"}
+    config = chain.context(chain.parse(spec(**asked)), contract.load("ws1", CONTROLS))
+    found = run(chain_bench.bench(config, arm), tmp_path)
+    assert found["weights"]["pinned"] and found["depth"]["routes"]["choices"]
+    del asked["contract"]
+    for verdict in judged(found, "ws1", **asked).values():
+        assert verdict.row.subject != "chain" and verdict.status == status, verdict
+        assert status == "PASS" or "the router's scores err by more than the row allows" in verdict.reason
+    if status == "PASS":  # the published limits of gradients are above the gradients of a small model
+        loose = "the row would also pass zeros in"
+        assert any(loose in one for one in judged(found, "ws1", **asked)["gradient_accuracy", "BN/full"].notes)
+        rows = dataclasses.replace(contract.load("ws1", CONTROLS), cannot_fail="error")
+        verdict = judged(found, rows, **asked)["gradient_accuracy", "BN/full"]
+        assert (verdict.status, verdict.evidence["category"]) == ("ERROR", "cannot_fail") and loose in verdict.reason

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rlspec import catalog, workloads
+from rlspec.architecture import read
 from rlspec.device import chain_model
-from rlspec.device.architecture import read
 from rlspec.device.chain_decoder import TrainingDecoder
 from rlspec.device.chain_gradients import Ledger
 from rlspec.device.chain_model import TrainingPass, logical_weights, reference

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rlspec.device import comparing
+from rlspec import chain_truth, records
+from rlspec.device import comparing, dtypes
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -235,3 +236,15 @@ def test_wrong_candidates_are_wrong():
 def test_one_row_is_shuffled_within():
     assert comparing.wrong_candidates(torch.arange(3.0).view(1, 3))["shuffled"].tolist() == [[2, 0, 1]]
     assert comparing.wrong_candidates(torch.arange(3.0))["shuffled"].tolist() == [2, 0, 1]
+
+
+# What the host has of the same, since neither side imports the other
+
+
+@pytest.mark.parametrize("value", [0.5, -0.0, NAN, INF, -INF])
+def test_records_of_both_sides_hold_the_same_numbers(value):
+    assert repr(comparing.number(value)) == repr(records.number(value))
+
+
+def test_both_sides_know_the_same_dtypes():
+    assert {name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.DTYPES.items()} == chain_truth.NAMES

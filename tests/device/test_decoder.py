@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlspec import catalog
-from rlspec.device.architecture import read
+from rlspec.architecture import read
 from rlspec.device.decoder import Decoder, Span, side_by_side
 from rlspec.device.operators import Operators, Segment, Segments
 
@@ -500,6 +500,7 @@ REFUSED = {
     "shared_expert_intermediate_size": 512,
     "quantization_config": {"bits": 4},
     "norm_after_attention": True,
+    "pretraining_tp": 2,
 }
 
 
@@ -508,6 +509,21 @@ def test_keys_that_are_not_implemented_are_refused_by_name(key):
     with pytest.raises(ValueError, match=rf"\b{key}\b") as caught:
         read({**DENSE, key: REFUSED[key]})
     assert str(caught.value).startswith("the decoder cannot build this model: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope_scaling", {"rope_type": "default"}),
+        ("quantization_config", None),
+        ("unsloth_version", "2026.1"),
+        ("_attn_implementation_autoset", True),
+        ("id2label", {"0": "LABEL_0"}),
+        ("pretraining_tp", 1),
+    ],
+)
+def test_keys_that_ask_for_nothing_change_nothing(key, value):
+    assert read({**DENSE, key: value}) == read(DENSE)
 
 
 def test_all_problems_are_named_at_once():

@@ -105,6 +105,9 @@ def test_rows_that_come_twice_or_never_are_refused():
     gradient = expert_gradients.grouped_gradient(torch.zeros(EXPERTS, INNER, WIDTH), lengths=LENGTHS)
     with pytest.raises(ValueError, match="are due"):
         gradient.add(x, dy, identity(range(ROWS)), experts=EXPERTS_OF[:, :1])
+    for outside in (-1, EXPERTS):
+        with pytest.raises(ValueError, match=f"experts must be in 0 … {EXPERTS - 1}, and there is {outside}"):
+            gradient.add(x, dy, identity(range(ROWS)), experts=torch.full_like(EXPERTS_OF, outside))
     gradient.add(x[:4], dy[:4], identity(range(4)), experts=EXPERTS_OF[:4])
     with pytest.raises(RunError, match="came twice"):
         gradient.add(x[:4], dy[:4], identity(range(4)), experts=EXPERTS_OF[:4])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -47,10 +49,15 @@ def test_the_choice_is_made_at_each_call(monkeypatch):
     called = []
     for name, module in (("cuda", cuda_operators), ("triton", triton_operators)):
         kernel = lambda *_, name=name, **__: called.append(name)  # noqa: E731
-        monkeypatch.setattr(module, "KERNELS", module.KERNELS.__class__(**{**vars(module.KERNELS), "det_gemm": kernel}))
+        monkeypatch.setattr(module, "KERNELS", replace(module.KERNELS, det_gemm=kernel, matrix_fold=kernel))
     for rows in (1, 4096):
         fastest_operators.KERNELS.det_gemm(empty(rows, 4096), empty(6144, 4096))
     assert called == ["triton", "cuda"]
+    for dtype in (BF16, torch.float32):
+        x, dy = empty(16, 64, dtype=dtype), empty(16, 32, dtype=dtype)
+        fastest_operators.KERNELS.matrix_fold(empty(32, 64, dtype=torch.float32), x, dy)
+    assert called[2:] == ["cuda", "triton"]
+    assert fastest_operators.KERNELS.attention_backward is triton_operators.KERNELS.attention_backward
 
 
 def test_it_has_what_both_families_have_and_declares_itself():
@@ -87,6 +94,11 @@ def test_bits_are_those_of_triton():
         for columns in (4096, 6144, 24576):
             x, weight = random(1, rows, 4096), random(columns, 4096)
             assert torch.equal(fastest.det_gemm(x, weight), triton.det_gemm(x, weight))
+        sums = [torch.zeros(1024, 4096, device="cuda") for _ in range(2)]
+        dy = random(rows, 1024)
+        for module, total in zip((fastest_operators, triton_operators), sums, strict=True):
+            module.KERNELS.matrix_fold(total, x[0], dy)
+        assert torch.equal(*sums)
         segments = Segments((Segment(0, 0, rows, 0, rows),), 1, rows, rows, torch.device("cuda"))
         query, key, value = random(1, rows, 32, 128), random(1, rows, 8, 128), random(1, rows, 8, 128)
         ours = fastest.attention(query, key, value, segments, scale=128**-0.5)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rlspec import catalog
+from rlspec.architecture import read
 from rlspec.device import kv_cache
-from rlspec.device.architecture import read
 from rlspec.device.decoder import Decoder, Span
 from rlspec.device.kv_cache import ContiguousCache, PagedCache
 from rlspec.device.operators import Operators

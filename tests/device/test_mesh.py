@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from rlspec import catalog, contract
+from rlspec.architecture import read
 from rlspec.device import faults, parallel, reference
 from rlspec.device import settings as settings_module
-from rlspec.device.architecture import read
 from rlspec.device.decoder import Decoder, Site, Span
 from rlspec.device.job import Job
 from rlspec.device.mesh import Mesh, Peers
@@ -28,6 +28,7 @@ from rlspec.device.operators import Operators, Segment, Segments
 from rlspec.device.trainer import Trainer
 from rlspec.drift import judge_drift
 from rlspec.model import Arm, Judgment, Run, Series
+from tests.processes import LONG
 
 ROOT = Path(__file__).parents[2]
 CPU = Job(torch.device("cpu"))
@@ -368,7 +369,7 @@ def test_a_rank_that_fails_ends_the_job_while_another_waits_for_it(tmp_path, bac
     if backend == "gloo":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*launcher, str(script), word], env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*launcher, str(script), word], env=environment, capture_output=True, text=True, timeout=LONG)
     assert done.returncode == 1 and "ValueError: rank 1 has had enough" in done.stderr and "SUM" not in done.stdout
 
 

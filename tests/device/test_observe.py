@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import torch
@@ -211,6 +212,7 @@ def test_the_profiler_lists_the_kernels_of_a_call():
 # Triton under its interpreter, in a process of its own: the interpreter is chosen when triton is imported
 
 KERNELS = """
+from concurrent.futures import ThreadPoolExecutor
 import torch, triton
 import triton.language as tl
 import torch.nn.functional as F
@@ -261,8 +263,42 @@ def backward_of_torch(x):
 
     return Mixed.apply(x)
 
+library = torch.library.Library("mine", "DEF")
+library.define("moved(Tensor x) -> Tensor")
+library.impl("moved", lambda x: launch(x.expand_as(x).float()).to(x.dtype), "CPU")
+library.define("computed(Tensor x) -> Tensor")
+library.impl("computed", F.silu, "CPU")
+
+class Own(Half):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.ops.mine.moved(x)
+
+class Decoy(Half):
+    @staticmethod
+    def forward(ctx, x):
+        launch(x)
+        return torch.ops.mine.computed(x)
+
+class Elsewhere(Half):
+    @staticmethod
+    def forward(ctx, x):
+        launch(x)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(F.silu, x).result()
+
+def in_a_library(x):
+    return Own.apply(x)
+
+def hides_in_a_library(x):
+    return Decoy.apply(x)
+
+def hides_in_a_thread(x):
+    return Elsewhere.apply(x)
+
 table = {name: globals()[name] for name in
-         ("keeps_to_it", "falls_back_for_few", "falls_back", "computes_beside_a_decoy", "backward_of_torch")}
+         ("keeps_to_it", "falls_back_for_few", "falls_back", "computes_beside_a_decoy", "backward_of_torch",
+          "in_a_library", "hides_in_a_library", "hides_in_a_thread")}
 for one in table.values():
     one.backend = "triton"
 """
@@ -298,8 +334,9 @@ def interpreted(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_kernel_under_the_interpreter_is_seen(interpreted):
-    assert interpreted["keeps_to_it"][1:] == [["half_kernel"], None, "green"], interpreted["keeps_to_it"][0]
+@pytest.mark.parametrize("name", ["keeps_to_it", "in_a_library"])
+def test_a_kernel_under_the_interpreter_is_seen(interpreted, name):
+    assert interpreted[name][1:] == [["half_kernel"], None, "green"], interpreted[name][0]
 
 
 @pytest.mark.parametrize(
@@ -309,6 +346,8 @@ def test_a_kernel_under_the_interpreter_is_seen(interpreted):
         ("falls_back_for_few", "the candidate declares triton, and torch computed mul"),
         ("computes_beside_a_decoy", "the candidate declares triton, and torch computed silu"),
         ("backward_of_torch", "the candidate declares triton, and torch computed sigmoid"),
+        ("hides_in_a_library", "the candidate declares triton, and torch computed silu"),
+        ("hides_in_a_thread", "the candidate declares triton, and torch computed silu"),
     ],
 )
 def test_a_fallback_is_seen_and_its_cell_is_an_error(interpreted, name, problem):
@@ -333,6 +372,35 @@ def test_a_launcher_of_cuda_kernels_is_heard_while_somebody_watches():
     assert inner.native == outer.native == ["scale_bf16"] and inner.idle == 1
     assert fallbacks.fallback("cuda", outer.plain()) is None
     assert "1 of its calls launched no cuda kernel" in fallbacks.fallback("cuda", inner.plain())
+
+
+def test_threads_are_left_alone_when_nobody_watches_any_more():
+    before = threading.Thread.start
+    with pytest.raises(KeyError), observe.watch(), observe.watch():
+        assert threading.Thread.start is not before
+        raise KeyError
+    assert threading.Thread.start is before
+
+
+@pytest.fixture
+def library():
+    made = torch.library.Library("seen_here", "DEF")
+    made.define("chosen(int count) -> Tensor")
+    made.impl("chosen", lambda count: torch.ones(count).exp(), "BackendSelect")
+    made.define("made(int count) -> Tensor")
+    made.impl("made", lambda count: torch.ones(count).exp2(), "CompositeExplicitAutograd")
+    made.define("linear(Tensor x) -> Tensor")
+    made.impl("linear", lambda x: F.linear(x, x), "CPU")
+    yield torch.ops.seen_here
+    made._destroy()
+
+
+def test_operators_of_a_users_library_are_looked_into(library):
+    made = Seen()
+    with made.call(launches=False):
+        library.chosen(2), library.made(2), library.linear(torch.ones(2, 2))
+    assert {"seen_here::chosen", "exp", "seen_here::made", "exp2", "seen_here::linear", "mm"} <= {*made.torch}
+    assert "linear" not in made.torch  # it is made of others, by which it is known everywhere
 
 
 def test_an_operator_of_a_users_library_is_no_fallback():

@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from rlspec import nodes
 from rlspec.device import bench as device_bench
-from rlspec.device import canonical, variant
+from rlspec.device import beside, canonical, variant
 from tests import benches
 
 FORWARD, GRADIENT = ("forward_accuracy", "forward_invariance"), ("gradient_accuracy", "gradient_invariance")
@@ -201,7 +201,7 @@ def test_a_full_batch_is_one_call_chunks_split_it_and_pads_reach_the_operator(ha
     benches.measured(harness(silu=lambda x: seen.append(tuple(x.shape[:2])) or F.silu(x), judgments=FORWARD))
     canonical_call, chunks, singles = seen[0], seen[1:3], seen[3:6]
     assert canonical_call == (1, 11) and chunks == [(1, 9), (1, 2)] and singles == [(1, 6), (1, 1), (1, 4)]
-    assert seen[6:] == [(1, 11), (3, 7), (3, 8), (1, 11), (1, 11), (1, 11), (1, 11)]
+    assert seen[6:14] == [(1, 11), (3, 7), (3, 8), *[(1, 11)] * 5]  # two of neighbours, two that are strided
 
 
 # Right operators
@@ -505,11 +505,21 @@ def config(folder, **changes):
 
 def test_operators_of_a_user_lie_beside_the_spec(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
-    source = "def silu(x):\n    return x * 0.75\n\n\ntable = {'silu': silu}\n"
-    (tmp_path / "operators_beside_a_spec.py").write_text(source)
+    monkeypatch.setattr("sys.meta_path", [*__import__("sys").meta_path])
+    source = "import torch\n\n\ndef silu(x):\n    return {}\n\n\ntable = {{'silu': silu}}\n"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "operators_beside_a_spec.py").write_text(source.format("torch.nn.functional.silu(x)"))
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")  # as PYTHONPATH would have it
+    (tmp_path / "operators_beside_a_spec.py").write_text(source.format("x * 0.75"))
+    (tmp_path / "colorsys.py").write_text("raise AssertionError('no module of the standard library is one')")
     arm = {"name": "a", "implementation": "operators_beside_a_spec:table"}
     on = device_bench.bench(tmp_path / "run.py", config(tmp_path), arm)
     assert by_judgment(on) == {"forward_accuracy": "red_verdict", "forward_invariance": "green"}
+    monkeypatch.delitem(__import__("sys").modules, "colorsys", raising=False)
+    assert tmp_path.name not in __import__("colorsys").__file__
+    (tmp_path / "triton.py").write_text("raise AssertionError('nor one of those that rlspec runs on')")
+    finders = [one for one in __import__("sys").meta_path if isinstance(one, beside.Finder)]
+    assert finders and all(one.find_spec("triton") is None for one in finders)
 
 
 def test_an_arm_may_name_implementations_by_operator(tmp_path, monkeypatch):
@@ -522,7 +532,7 @@ def test_an_arm_may_name_implementations_by_operator(tmp_path, monkeypatch):
 
 def test_a_dtype_that_is_not_judged_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
-    with pytest.raises(ValueError, match="operators are judged in fp32, bf16, fp16, not in fp8"):
+    with pytest.raises(ValueError, match="arms run in fp32, bf16, fp16, not in fp8"):
         device_bench.bench(tmp_path / "run.py", config(tmp_path, dtype="fp8"), {"name": "a"})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import pickle
 import sys
@@ -259,6 +260,17 @@ def test_dispatch_orders_by_expert_then_token():
     assert dispatch.order[dispatch.inverse].tolist() == list(range(6))
 
 
+def unlooked(experts, count):
+    """A dispatch to experts that may be outside, as of a device where nobody looks."""
+    whole = Dispatch.of(torch.tensor(experts), 1 + torch.tensor(experts).max())
+    return dataclasses.replace(whole, offsets=whole.offsets[: count + 1])
+
+
+def test_rows_of_experts_outside_are_counted_where_sizes_are_looked_at():
+    with pytest.raises(ValueError, match="experts must be in 0 … 1, and those of 1 rows are not"):
+        _ = unlooked([[0, 2], [1, 0]], 2).sizes
+
+
 # Gradients, dtypes and roundings
 
 
@@ -409,6 +421,9 @@ BAD = {
     "grouped_gemm": (
         lambda ops, x, w: ops.grouped_gemm(x, w[None], Dispatch.of(torch.tensor([[0, 1], [1, 0]]), 2)),
         lambda ops, x, w: ops.grouped_gemm(x[:3], torch.stack((w, w)), Dispatch.of(torch.tensor([[0, 1], [1, 0]]), 2)),
+        lambda ops, x, w: ops.grouped_gemm(x, torch.stack((w, w)), Dispatch.of(torch.tensor([[0, 2], [1, 0]]), 2)),
+        lambda ops, x, w: ops.grouped_gemm(x, torch.stack((w, w)), Dispatch.of(torch.tensor([[0, -1], [1, 0]]), 2)),
+        lambda ops, x, w: ops.grouped_gemm(x, torch.stack((w, w)), unlooked([[0, 2], [1, 0]], 2)),
     ),
     "combine": (
         lambda ops, x, w: ops.combine(x, w[:2, :1], Dispatch.of(torch.tensor([[0, 1], [1, 0]]), 2)),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlspec import catalog, logs, records, render, schema
+from rlspec import catalog, logs, records, render, schema, trainers
 from rlspec.device import data, faults, perturb, worker
 from rlspec.device import settings as settings_module
 from rlspec.device.adamw import AdamW
@@ -298,6 +298,11 @@ def test_load_balance_is_recorded_without_its_coefficient_and_trained_with_it(ki
 def test_the_load_balance_loss_is_absent_where_nothing_is_balanced():
     assert "load-balance-loss" not in train(settings("tiny-dense", steps=1))[0].metrics
     assert "load-balance-loss" not in train(settings("tiny-moe", steps=1, load_balance_coefficient=0))[0].metrics
+    entry = MODELS["tiny-moe"]
+    config = {key: value for key, value in entry.items() if key != "experts"}
+    config |= {"num_local_experts": 8}  # as transformers 5 spells it
+    assert replace(settings("tiny-moe"), model=config).balanced
+    assert not replace(settings("tiny-moe"), model={**config, "num_local_experts": 0}).balanced
 
 
 def test_the_model_entry_says_the_type_unless_the_settings_do():
@@ -673,7 +678,10 @@ def test_a_deterministic_run_on_a_gpu_repeats_to_the_bit(tmp_path, model):
 
 
 # Plain data, integers and processes, of the standard library alone.
-PLAIN = ("errors", "workloads", "layouts", "nodes", "chains", "token_files", "nvcc", "config_json")
+PLAIN = (
+    *("errors", "workloads", "layouts", "nodes", "chains", "chain_sizes", "token_files", "nvcc", "config_json"),
+    *("architecture", "weight_folders"),
+)
 
 
 def test_the_device_column_imports_nothing_of_the_host():
@@ -685,3 +693,11 @@ def test_the_device_column_imports_nothing_of_the_host():
             ours = [n for n in names if n.split(".")[0] == "rlspec"]
             wrong = [n for n in ours if n.split(".")[1] not in ("device", "kernels", *PLAIN)]
             assert not wrong, f"{path}: {wrong}"
+
+
+@pytest.mark.parametrize("kind", trainers.FIXTURES)
+def test_the_fixture_of_a_kind_is_what_the_host_plans_with(kind):
+    """The device column cannot import it, and a run file may leave it out."""
+    found = settings(kind=kind)
+    for name, value in trainers.FIXTURES[kind].items():
+        assert name in settings_module.ELSEWHERE or getattr(found, name) == value, name

@@ -13,8 +13,8 @@ import pytest
 import torch
 import yaml
 
+from rlspec.architecture import read
 from rlspec.device import weight_files
-from rlspec.device.architecture import read
 from rlspec.device.weight_files import INDEX, SINGLE
 from tests.device.test_decoder import QWEN3_8B
 

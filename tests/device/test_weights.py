@@ -8,8 +8,8 @@ import zlib
 import pytest
 import torch
 
+from rlspec.architecture import read
 from rlspec.device import fills, weight_files
-from rlspec.device.architecture import read
 from rlspec.device.decoder import Decoder
 from rlspec.device.operators import Operators
 from rlspec.device.weights import fingerprint, load, seeded

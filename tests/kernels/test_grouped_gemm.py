@@ -140,6 +140,9 @@ def test_wrong_arguments_are_refused() -> None:
         ((x.to(BF16), weight.to(BF16), offsets), "interpreter"),
         ((x, weight, offsets[:3]), r"int64 \[4\]"),
         ((x, weight, offsets.int()), r"int64 \[4\]"),
+        ((x, weight, offsets_of((1, 2, 2))), "ascend from 0 to all rows"),
+        ((x, weight, offsets + torch.tensor([1, 0, 0, 0])), "ascend from 0"),
+        ((x, weight, offsets + torch.tensor([0, 3, 0, 0])), "ascend from 0"),
     ):
         with pytest.raises(ValueError, match=words):
             grouped_gemm(*bad)
@@ -153,6 +156,8 @@ def test_wrong_arguments_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             gradient.add(x, dy, rows, chosen, offsets)
+    with pytest.raises(ValueError, match="ascend from 0 to all rows"):
+        gradient.add(x, draw(6, 8), rows, rows, offsets_of((1, 2, 2)))
 
 
 # ---- compiled for sm_90 ----

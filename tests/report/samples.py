@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,12 @@ GOLDENS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def load(name: str) -> dict[str, Any]:
-    return jsonfile.parse((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return parse((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The report that `jsonfile.render` wrote, as it was."""
+    return jsonfile.restore(json.loads(text))
 
 
 def golden(name: str, suffix: str) -> str:

@@ -46,6 +46,9 @@ def test_a_fail_names_the_commits_between_base_and_feature_in_that_order() -> No
     made = report("FAIL")
     made["arms"].reverse()
     assert outcome.of(made).steps == ("find the change that did it: git log --oneline 1a2b3c4..9f8e7d6",)
+    made["verdicts"][0]["evidence"] = {"surroundings": ["MYLIB_SHIFT"]}
+    first, second = outcome.of(made).steps
+    assert "git log" in first and second.endswith("now they differ in MYLIB_SHIFT")
     for arm in made["arms"]:
         arm["commit"] = None
     assert "git log" not in outcome.of(made).steps[0]

@@ -13,6 +13,7 @@ import pytest
 
 from rlspec import pipeline, runs
 from rlspec.report import tracking
+from tests.processes import LONG
 
 pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
 
@@ -86,7 +87,7 @@ def run(tmp_path, mode):
     done = subprocess.run(
         [sys.executable, "-m", "rlspec", "run", "spec.yaml"], cwd=tmp_path, capture_output=True, text=True,
         env={"PYTHONPATH": str(Path(pipeline.__file__).parents[1]), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
-        stdin=subprocess.DEVNULL, timeout=120,
+        stdin=subprocess.DEVNULL, timeout=LONG,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     assert "warning" not in done.stderr

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
+import re
 import runpy
+from pathlib import Path
 
 import pytest
 
-from rlspec import records
+from rlspec import architecture, records
 from rlspec.model import Arm
 from tests.tiny import report, rlspec, run_folder, save, statuses
 
+ROOT = Path(__file__).parents[2]
 needs = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "accelerate")),
     reason="the Hugging Face trainer needs torch, transformers and accelerate",
@@ -89,3 +93,13 @@ def test_what_it_cannot_do_is_refused(tmp_path):
     assert "RL229" in rlspec("lint", path).out and rlspec("lint", path).code == 2
     path = spec(tmp_path, logging_nan_inf_filter=True)
     assert "RL214" in rlspec("lint", path).out
+
+
+def test_a_run_file_translates_entries_as_the_host_reads_them():
+    """It stands alone, so it has a table of its own; of keys that the host does not read, too."""
+    text = (ROOT / "templates" / "training" / "huggingface.py.j2").read_text(encoding="utf-8")
+    names, experts = (
+        ast.literal_eval(re.search(rf"^{table} = (\{{.*?^\}})", text, re.DOTALL | re.MULTILINE)[1])
+        for table in ("NAMES", "EXPERTS")
+    )
+    assert architecture.NAMES.items() <= names.items() and experts == architecture.EXPERTS

@@ -64,8 +64,10 @@ def _logprob_in_rotated_order(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @wraps(canonical.rms_norm)
-def _rms_norm_with_a_kernel_for_few_rows(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    return canonical.rms_norm(x, weight, eps=eps, round_before_weight=_rows(x) < FEW)
+def _rms_norm_with_a_kernel_for_few_rows(
+    x: Tensor, weight: Tensor, *, eps: float, round_before_weight: bool = False
+) -> Tensor:
+    return canonical.rms_norm(x, weight, eps=eps, round_before_weight=round_before_weight or _rows(x) < FEW)
 
 
 @wraps(canonical.lm_head)
@@ -92,6 +94,14 @@ def _silu_with_other_zeros_without_gradients(x: Tensor) -> Tensor:
 
 def _swiglu_that_ignores_strides(gate: Tensor, up: Tensor) -> Tensor:
     return _Instead.apply(canonical.swiglu(gate, up), canonical.swiglu(_as_contiguous(gate), _as_contiguous(up)))
+
+
+def _swiglu_that_ignores_the_last_stride(gate: Tensor, up: Tensor) -> Tensor:
+    return _Instead.apply(canonical.swiglu(gate, up), canonical.swiglu(_side_by_side(gate), _side_by_side(up)))
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    return x.detach().as_strided(x.shape, (*x.stride()[:-1], 1), x.storage_offset())
 
 
 def _as_contiguous(x: Tensor) -> Tensor:
@@ -146,6 +156,7 @@ split_k_by_rows = {"lm_head": _head_with_splits_by_rows}
 zero_flip = {"silu": _silu_with_negative_zeros}
 other_zero_without_gradients = {"silu": _silu_with_other_zeros_without_gradients}
 strides_ignored = {"swiglu": _swiglu_that_ignores_strides}
+last_stride_ignored = {"swiglu": _swiglu_that_ignores_the_last_stride}
 stale_output = {"silu": _silu_that_leaves_the_last_row}
 
 
@@ -153,10 +164,11 @@ stale_output = {"silu": _silu_that_leaves_the_last_row}
 
 
 @wraps(canonical.rms_norm)
-def _rms_norm_with_eps_outside(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+def _rms_norm_with_eps_outside(x: Tensor, weight: Tensor, *, eps: float, round_before_weight: bool = False) -> Tensor:
     # 1 / (√mean + eps) is the right factor r of eps 0, divided by 1 + eps·r.
     factor = 1 / (1 + eps * reciprocal_rms(x.detach(), 0.0))
-    return (canonical.rms_norm(x, weight, eps=0.0).double() * factor).to(x.dtype)
+    normal = canonical.rms_norm(x, weight, eps=0.0, round_before_weight=round_before_weight)
+    return (normal.double() * factor).to(x.dtype)
 
 
 def _rope_with_a_base_of_its_own(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -169,8 +181,10 @@ def _rope_with_a_base_of_its_own(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @wraps(canonical.rms_norm)
-def _rms_norm_with_eps_of_its_own(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    return canonical.rms_norm(x, weight, eps=1000 * eps)
+def _rms_norm_with_eps_of_its_own(
+    x: Tensor, weight: Tensor, *, eps: float, round_before_weight: bool = False
+) -> Tensor:
+    return canonical.rms_norm(x, weight, eps=1000 * eps, round_before_weight=round_before_weight)
 
 
 eps_of_its_own = {"rms_norm": _rms_norm_with_eps_of_its_own}
@@ -183,9 +197,23 @@ rope_base = {"rope": _rope_with_a_base_of_its_own}
 Pair = Callable[..., tuple[Tensor, ...]]
 
 
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Pair, backward: Pair, scale: float, *given: Any) -> Tensor:
+        out, lse = forward(*given, scale=scale)
+        *of_heads, ctx.segments = given
+        ctx.save_for_backward(*of_heads, out, lse)
+        ctx.way, ctx.scale = backward, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.way(*ctx.saved_tensors, upstream, ctx.segments, scale=ctx.scale), None
+
+
 def _attention(forward: Pair, backward: Pair) -> Callable[..., Tensor]:
     def attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float) -> Tensor:
-        return forward(query, key, value, segments, scale=scale)[0]
+        return _Attention.apply(forward, backward, scale, query, key, value, segments)
 
     attention.forward = forward  # type: ignore[attr-defined]
     attention.backward = backward  # type: ignore[attr-defined]
@@ -294,6 +322,15 @@ def _rope_without_backward_for_keys(x: Tensor, cos: Tensor, sin: Tensor) -> Tens
     return out.detach() if x.shape[2] == 2 else out
 
 
+def _attention_with_twice_the_gradients(*given: Any, scale: float) -> Tensor:
+    # Where autograd runs through the call; what it promises beside it is right.
+    return _Upstream.apply(canonical.attention(*given, scale=scale), lambda upstream: 2 * upstream)
+
+
+_attention_with_twice_the_gradients.forward = canonical.attention_forward  # type: ignore[attr-defined]
+_attention_with_twice_the_gradients.backward = canonical.attention_backward  # type: ignore[attr-defined]
+
+autograd_unlike_its_backward = {"attention": _attention_with_twice_the_gradients}
 no_backward_for_keys = {"rope": _rope_without_backward_for_keys}
 attention_backward_per_chunk = {"attention": _per_chunk}
 attention_backward_of_values_alone = {"attention": _attention(canonical.attention_forward, _values_alone)}
@@ -330,6 +367,26 @@ def _gemm_that_keeps_its_weight(x: Tensor, weight: Tensor) -> Tensor:
     return _Instead.apply(canonical.det_gemm(x, weight), canonical.det_gemm(x.detach(), kept))
 
 
+_RESULTS: dict[torch.Size, Tensor] = {}
+
+
+def _silu_in_the_memory_of_the_last(x: Tensor) -> Tensor:
+    right = canonical.silu(x)
+    value = _RESULTS.setdefault(x.shape, torch.empty_like(right)).copy_(right.detach())
+    return _Held.apply(right, value)
+
+
+class _Held(Function):
+    """As `_Instead`, in the memory of the value."""
+
+    @staticmethod
+    def forward(ctx: Any, right: Tensor, value: Tensor) -> Tensor:
+        return value.detach()
+
+    backward = _Instead.backward
+
+
+gives_its_memory_again = {"silu": _silu_in_the_memory_of_the_last}
 keeps_its_weight = {"det_gemm": _gemm_that_keeps_its_weight}
 writes_into_its_input = {"silu": _silu_over_its_input}
 raises = {"silu": _silu_that_raises, "swiglu": canonical.swiglu}

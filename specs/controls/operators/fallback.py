@@ -34,7 +34,7 @@ class _ResidualAdd(Function):
     @staticmethod
     def forward(ctx: Any, residual: Tensor, x: Tensor) -> Tensor:
         ctx.dtype = x.dtype
-        out = torch.empty(residual.shape, device=residual.device)
+        out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
         grid = (triton.cdiv(out.numel(), BLOCK),)
         _sum[grid](residual.contiguous(), x.contiguous(), out, out.numel(), BLOCK=BLOCK)
         return out

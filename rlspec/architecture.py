@@ -1,13 +1,14 @@
 """What the decoder must know of a model, read from a model entry or a Hugging Face config.json; no torch.
 
-Every key must be one that the decoder implements, one that asks for what it does anyway, or one that does not change
-the model. Any other key is refused by its name, so that a model is never silently run as another one.
+Every key must be one that the decoder implements, one that asks for what it does anyway or for nothing (null), or one
+that does not change the model. Any other is refused by its name, so that a model is never silently run as another one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -17,21 +18,30 @@ from typing import Any
 from rlspec import config_json
 
 # Keys of our model entries -> those of config.json.
-_ENTRY = {
+NAMES = {
+    "model_type": "model_type",
     "layers": "num_hidden_layers",
-    "vocabulary_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocabulary_size": "vocab_size",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
     "max_positions": "max_position_embeddings",
 }
-_EXPERTS = {
+EXPERTS = {
     "count": "num_experts",
     "top_k": "num_experts_per_tok",
     "intermediate_size": "moe_intermediate_size",
     "normalised": "norm_topk_prob",
 }
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # how families spell the number of experts
+FAMILIES = ("qwen3", "qwen3_moe")
 _FIXED: Mapping[str, tuple[Any, ...]] = {
-    "model_type": ("qwen3", "qwen3_moe"),
+    "model_type": FAMILIES,
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "attention_dropout": (0, None),
@@ -40,12 +50,15 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "use_sliding_window": (False, None),
     "mlp_only_layers": ([], None),
     "decoder_sparse_step": (1, None),
+    "pretraining_tp": (1,),
+    "chunk_size_feed_forward": (0,),
 }
-_WITHOUT_EFFECT = (
+WITHOUT_EFFECT = (
     *("$schema", "name", "source", "tokenizer", "load_balance_type"),
     *("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "max_window_layers"),
-    *("output_router_logits", "router_aux_loss_coef"),
+    *("output_router_logits", "router_aux_loss_coef", "output_attentions", "output_hidden_states", "return_dict"),
+    *("id2label", "label2id", "tokenizer_class", "unsloth_version"),
 )
 
 
@@ -105,6 +118,10 @@ class Architecture:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
+    def parameter_count(self) -> int:
+        """Elements of all parameters."""
+        return sum(map(math.prod, self.parameter_shapes().values()))
+
     def fingerprint(self) -> str:
         """SHA-256 of the fields as JSON with sorted keys."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
@@ -138,20 +155,28 @@ def read(source: Mapping[str, Any] | str | Path) -> Architecture:
     return architecture
 
 
+def experts(source: Mapping[str, Any]) -> int:
+    """How many experts a layer of a model entry or of a config.json has, however it is spelled; 0 means dense."""
+    entry = source.get("experts")
+    counts = (entry.get("count") if isinstance(entry, Mapping) else None, *(source.get(key) for key in COUNTS))
+    return next((count for count in counts if count), 0)
+
+
 def _flat(source: Mapping[str, Any]) -> dict[str, Any]:
     """One level of keys with the names of config.json; spellings of one thing become one key."""
-    config = {_ENTRY.get(key, key): value for key, value in source.items()}
+    config = {NAMES.get(key, key): value for key, value in source.items()}
     if "num_local_experts" in config:
         config["num_experts"] = config.pop("num_local_experts")
     if isinstance(config.get("experts"), Mapping):
-        experts = config.pop("experts")
-        config.update({_EXPERTS.get(key, f"experts.{key}"): value for key, value in experts.items()})
+        config |= {EXPERTS.get(key, f"experts.{key}"): value for key, value in config.pop("experts").items()}
     if isinstance(config.get("rope_parameters"), Mapping):
         rope = dict(config.pop("rope_parameters"))
         if rope.pop("rope_type", "default") != "default" or set(rope) - {"rope_theta"}:
             config["rope_parameters"] = source["rope_parameters"]
         elif "rope_theta" in rope:
             config["rope_theta"] = rope["rope_theta"]
+    if config.get("rope_scaling") in ({"rope_type": "default"}, {"type": "default"}):
+        config["rope_scaling"] = None
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         config.pop("sliding_window", None)
     types = config.get("layer_types")
@@ -162,13 +187,13 @@ def _flat(source: Mapping[str, Any]) -> dict[str, Any]:
 
 def _contradictions(source: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """Keys of which one says otherwise than another, so that nobody knows which model is meant."""
-    rope, experts = source.get("rope_parameters"), source.get("experts")
-    said: list[tuple[str, str, Any]] = [(key, _ENTRY.get(key, key), value) for key, value in source.items()]
+    rope, entry = source.get("rope_parameters"), source.get("experts")
+    said: list[tuple[str, str, Any]] = [(key, NAMES.get(key, key), value) for key, value in source.items()]
     said += [("num_local_experts", "num_experts", source.get("num_local_experts"))]
     if isinstance(rope, Mapping):
         said += [("rope_parameters.rope_theta", "rope_theta", rope.get("rope_theta"))]
-    if isinstance(experts, Mapping):
-        said += [(f"experts.{key}", _EXPERTS.get(str(key), ""), value) for key, value in experts.items()]
+    if isinstance(entry, Mapping):
+        said += [(f"experts.{key}", EXPERTS.get(str(key), ""), value) for key, value in entry.items()]
     problems = [
         f"{key} {value!r} contradicts {name} {source[name]!r}"
         for key, name, value in said
@@ -183,14 +208,14 @@ def _contradictions(source: Mapping[str, Any], config: Mapping[str, Any]) -> lis
 
 
 def _refusal(key: str, value: Any) -> str | None:
-    if key in _WITHOUT_EFFECT or (key in _FIXED and value in _FIXED[key]):
+    if key in WITHOUT_EFFECT or key.startswith("_") or (key in _FIXED and value in _FIXED[key]):
         return None
     if key in _FIXED:
         allowed = " or ".join(json.dumps(each) for each in _FIXED[key])
         return f"{key} {json.dumps(value)} is not implemented, only {allowed}"
     if key in ("sliding_window", "layer_types", "rope_parameters"):
         return f"{key} {json.dumps(value)} is not implemented"
-    return f"unknown key {key}"
+    return None if value is None else f"unknown key {key}"
 
 
 def _missing(config: Mapping[str, Any]) -> list[str]:
