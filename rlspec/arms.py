@@ -209,55 +209,40 @@ def _execute(session: Session, step: Step) -> dict[str, Any]:
     progress.end("done" if outcome.reason is None else "failed")
     state = _state_after(session, step, tree, outcome, seen, started) | {"inputs": given}
     session.ran.append((step.arm.name, before.top, snapshot.left(before, _own_files(session))))
-    follow = _of_commit if step.commit else _of_checkout
-    return follow(session, state, before, seen, began, built)
+    return _followed(session, step, state, before, seen, began, built)
 
 
-def _of_commit(
+def _followed(
     session: Session,
+    step: Step,
     state: dict[str, Any],
     before: snapshot.Snapshot,
     seen: Mapping[str, Any],
     began: int,
     built: int,
 ) -> dict[str, Any]:
-    """The state of an arm with a revision: failed, where code beside its tree was not the same all along."""
-    earlier = _others(session, state)
-    own = checkouts.written(before, seen, began, earlier)
-    state |= checkouts.beside(before, seen, own)
-    return _unless(checkouts.elsewhere(before.top, seen, built, own) or checkouts.other_code(state, earlier), state)
+    """The state of an arm that has run: failed, where the code was not the same all along and for all arms.
 
-
-def _of_checkout(
-    session: Session,
-    state: dict[str, Any],
-    before: snapshot.Snapshot,
-    seen: Mapping[str, Any],
-    began: int,
-    built: int,
-) -> dict[str, Any]:
-    """The state of an arm without a revision: failed, where the code was not the same all along.
-
-    `began` and `built`: when its build and its command began.
+    `began` and `built`: when its build and its command began, in ns by the clock of the file system.
     """
-    earlier = _others(session, state)
+    spec, earlier = session.spec, [other for name, other in session.states.items() if name != step.arm.name]
     own = checkouts.written(before, seen, began, earlier)
-    state |= checkouts.of(before, seen, own)
-    if own:
-        state["code_digest"] = provenance.code_digest(checkouts.without(seen, own))
-    said = checkouts.rewritten(before, own, earlier)
-    if said is not None and said not in session.notes:
-        session.notes.append(said)
-    reason, others = checkouts.meanwhile(session.spec, before, seen, built, own)
-    if others:
-        session.notes.append(f"{listed(others)} changed while {state['arm']} ran")
-    if between := checkouts.other_files(session.spec, before, session.states.values()):
-        session.notes.append(between)
+    if step.commit:
+        state |= checkouts.beside(before, seen, own)
+        reason = checkouts.elsewhere(before.top, seen, built, own)
+    else:
+        state |= checkouts.of(before, seen, own)
+        if own:
+            state["code_digest"] = provenance.code_digest(checkouts.without(seen, own))
+        session.notes += _new_notes(session, checkouts.rewritten(before, own, earlier))
+        reason, others = checkouts.meanwhile(spec, before, seen, built, own)
+        session.notes += [f"{listed(others)} changed while {step.arm.name} ran"] if others else []
+        session.notes += _new_notes(session, checkouts.other_files(spec, before, session.states.values()))
     return _unless(reason or checkouts.other_code(state, earlier), state)
 
 
-def _others(session: Session, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [other for name, other in session.states.items() if name != state["arm"]]
+def _new_notes(session: Session, said: str | None) -> list[str]:
+    return [said] if said is not None and said not in session.notes else []
 
 
 def _unless(reason: str | None, state: dict[str, Any]) -> dict[str, Any]:

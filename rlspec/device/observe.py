@@ -55,7 +55,7 @@ class Seen:
             with _profiler(self):
                 yield
             return
-        with _Operators(self), self._called():
+        with _Operators(lambda: (self,)), self._called():
             yield
         self.idle += launches and self._count == before
 
@@ -78,10 +78,8 @@ class _Recording:
     The compiler leaves alone what runs under such a mode, wrapped or not.
     """
 
+    watching: Callable[[], Sequence[Seen]]
     within = 0  # operators of a user's library that are running
-
-    def watching(self) -> Sequence[Seen]:
-        raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -115,19 +113,16 @@ class _Recording:
 
 
 class _Operators(_Recording, TorchDispatchMode):
-    def __init__(self, seen: Seen) -> None:
+    """What runs in one thread, told to those that `watching` gives at that moment."""
+
+    def __init__(self, watching: Callable[[], Sequence[Seen]]) -> None:
         super().__init__()
-        self.seen = seen
-
-    def watching(self) -> Sequence[Seen]:
-        return (self.seen,)
+        self.watching = watching
 
 
-class _Elsewhere(_Recording, TorchDispatchMode):
-    """Of a thread that a call has started, or one before it: whose call is on while an operator runs there."""
-
-    def watching(self) -> Sequence[Seen]:
-        return [seen for seen in _WATCHING if seen.calling]
+def _calling() -> list[Seen]:
+    """Whose call is on: for a thread that a call has started, or one before it."""
+    return [seen for seen in _WATCHING if seen.calling]
 
 
 def _kernel(func: Any, given: Any) -> DispatchKeySet | None:
@@ -218,7 +213,7 @@ def _threads() -> Iterator[None]:
         run = self.run
 
         def watched() -> None:
-            with _Elsewhere():
+            with _Operators(_calling):
                 run()
 
         self.run = watched  # type: ignore[method-assign]
