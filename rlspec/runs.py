@@ -67,8 +67,9 @@ def root(start: Path) -> Path:
 
 
 def below(kind: str, model: str) -> Path:
-    """Where the runs of a kind and model lie, below `workspace/` and `logging/`."""
-    return Path(f"validate-{kind}") / (_UNSAFE.sub("_", model) or "any")
+    """Where the runs of a kind and model lie, below `workspace/` and `logging/`. Of a model's file: its name."""
+    name = _UNSAFE.sub("_", model.removesuffix(".yaml").removesuffix(".yml")).strip("._")
+    return Path(f"validate-{kind}") / (name or "any")
 
 
 def create(base: Path, kind: str, model: str, stem: str) -> Folder:

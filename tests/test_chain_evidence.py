@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlspec import contract, document, judging
-from rlspec.checks import chain
+from rlspec import judging
 from rlspec.errors import RunError
-from rlspec.model import Result
 
 FOLDER = Path(__file__).parents[1] / "specs" / "chain" / "evidence"
 LAYERS = {
@@ -24,6 +22,15 @@ FILES = [FOLDER / f"{name}.json.gz" for name in LAYERS]
 def again(path):
     return judging.judge(files=[path], reader=None, kind=None, metrics=(), pattern=None, contract=None,
                          bases=(), features=())  # fmt: skip
+
+
+def read(name):
+    return json.loads(gzip.decompress((FOLDER / f"{name}.json.gz").read_bytes()))
+
+
+def digests(report):
+    [arm] = report["measured"].values()
+    return {(one["judgment"], one["configuration"], one["tensor"]): one["digest"] for one in arm["comparisons"]}
 
 
 def verdicts(report):
@@ -41,13 +48,11 @@ def test_the_verdicts_are_derived_again(path):
     assert given["counts"]["judged"] == given["counts"]["expected"] >= 36
 
 
-def test_the_two_backends_agree_by_the_judgment_that_the_spec_has_since():
-    given = json.loads(gzip.decompress((FOLDER / "qwen3-8b-backends.json.gz").read_bytes()))
-    path = FOLDER.parent / "qwen3-8b-backends.yaml"
-    made, rows = chain.parse(document.read(path)[0]), contract.load("strict", path.parent)
-    results = [Result(arm=arm, records=path, measured=given["measured"][arm.name]) for arm in made.arms]
-    found = {one.judgment: one for one in chain.judge(made, results, rows)}["cross_arm_invariance"]
-    assert found.status == "PASS" and found.reason == "27 log-probs and 399 gradients are equal to the bit"
+def test_the_two_backends_agree_in_one_run_and_in_two():
+    [across] = [one for one in read("qwen3-8b-backends")["verdicts"] if one["judgment"] == "cross_arm_invariance"]
+    assert (across["status"], across["reason"]) == ("PASS", "27 log-probs and 399 gradients are equal to the bit")
+    triton, cuda = (digests(read(name)) for name in ("qwen3-8b-long", "qwen3-8b-long-cuda"))
+    assert len(triton) == 4029 and triton == cuda
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

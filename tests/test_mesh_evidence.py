@@ -24,6 +24,9 @@ HEAD = '{"record": "run"'
 ALONE = ("tiny-dense", "tiny-moe")  # the latter in micro-batches of 2, as those of two replicas together
 # Name -> processes, each with a GPU.
 MESHES = {
+    "tiny-moe-dp2": 2,
+    "tiny-dense-dp2": 2,
+    "tiny-dense-cp2": 2,
     "tiny-dense-pp2": 2,
     "tiny-moe-ep2": 2,
     "tiny-moe-pp2-ep2": 4,

@@ -48,6 +48,11 @@ def test_the_root_is_the_top_of_the_repository_or_the_folder_itself(tmp_path):
     assert runs.root(tmp_path / "a" / "b") == tmp_path
 
 
+@pytest.mark.parametrize(("model", "folder"), [("./small.yaml", "small"), ("../m/a b.yml", "m_a_b"), ("..", "any")])
+def test_a_model_of_ones_own_file_gives_no_hidden_folder(model, folder):
+    assert runs.below("chain", model).parts == ("validate-chain", folder)
+
+
 def test_both_folders_are_made_below_roots_that_git_does_not_see(tmp_path):
     folder = made(tmp_path)
     assert folder.workspace.is_dir() and folder.logging.is_dir()

@@ -43,6 +43,7 @@ class TrainingDecoder(Decoder):
     ledger: Ledger
     recompute: bool
     spans: Sequence[Span]
+    alone: dict[int, Segments]
     stored: torch.dtype
 
     @classmethod
@@ -66,6 +67,9 @@ class TrainingDecoder(Decoder):
         """Before each call: where its gradients go, which rows its chunks have, where its samples stand."""
         ledger.begin(chunks)
         self.ledger, self.spans = ledger, spans
+        # For all layers of a call: a table of segments is a copy to the device, for which the host waits.
+        device, lengths = next(self.parameters()).device, {span.length for span in spans}
+        self.alone = {n: Segments((Segment(0, 0, n, 0, n),), 1, n, n, device) for n in lengths}
 
     def weight(self, name: str) -> Tensor:
         """A parameter as the decoder that it is of works with it, in this one's working dtype; without a graph."""
@@ -193,7 +197,7 @@ class _Attention(Function):
         totals = [torch.zeros_like(x) for x in whole[:3]]
         for row, start, length in ctx.spans:
             place = slice(row, row + 1), slice(start, start + length)
-            alone = Segments((Segment(0, 0, length, 0, length),), 1, length, length, whole[0].device)
+            alone = ctx.decoder.alone[length]
             found = ctx.decoder.attention_backward(ctx.sites[0], *(x[place] for x in whole), segments=alone)
             for total, part in zip(totals, found, strict=True):
                 total[place] = part

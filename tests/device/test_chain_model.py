@@ -187,20 +187,24 @@ def test_company_stands_beside_and_is_not_trained_on():
 
 
 def test_attention_goes_back_once_a_sample_and_layer():
-    lengths = []
+    lengths, tables = [], []
 
     class Counting(TrainingDecoder):
         def attention_backward(self, at, *saved, segments):
             lengths.append(saved[0].shape[1])
+            tables.append(segments)
             return super().attention_backward(at, *saved, segments=segments)
 
     class Pass(TrainingPass):
         decoder_type = Counting
 
     for made, size in CELLS.values():
-        lengths.clear()
+        lengths.clear(), tables.clear()
         training(model(dtype=BF16), of=Pass).run(made, chunk_size=size)
         assert sorted(lengths) == sorted(LENGTHS * 2)
+        # The layers share what says where the samples are: on a GPU the host waits for each copy of it.
+        assert all(tables.count(one) % 2 == 0 for one in tables)
+        assert len({id(one) for one in tables}) == sum(len({run.length for run in call.runs}) for call in made.calls)
 
 
 # The numbers

@@ -16,7 +16,7 @@ EVIDENCE = Path(__file__).parents[2] / "specs" / "operators" / "evidence"
 
 @pytest.fixture(scope="module")
 def measured():
-    report = json.loads(gzip.decompress((EVIDENCE / "ws1-triton.json.gz").read_bytes()))
+    report = json.loads(gzip.decompress((EVIDENCE / "ws1-backends.json.gz").read_bytes()))
     return report["measured"]["triton"]
 
 
