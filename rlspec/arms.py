@@ -75,6 +75,10 @@ class Session:
     begun: bool = False
     ran: list[tuple[str, Path, list[str]]] = field(default_factory=list)  # arm, its tree, what it left there
 
+    def note(self, *said: str | None) -> None:
+        """Each once; None says nothing."""
+        self.notes += [text for text in dict.fromkeys(said) if text is not None and text not in self.notes]
+
     def say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # nobody listens any more; the run goes on
             print(text, file=self.stream, flush=True)
@@ -234,15 +238,11 @@ def _followed(
         state |= checkouts.of(before, seen, own)
         if own:
             state["code_digest"] = provenance.code_digest(checkouts.without(seen, own))
-        session.notes += _new_notes(session, checkouts.rewritten(before, own, earlier))
+        session.note(checkouts.rewritten(before, own, earlier))
         reason, others = checkouts.meanwhile(spec, before, seen, built, own)
         session.notes += [f"{listed(others)} changed while {step.arm.name} ran"] if others else []
-        session.notes += _new_notes(session, checkouts.other_files(spec, before, session.states.values()))
+        session.note(checkouts.other_files(spec, before, session.states.values()))
     return _unless(reason or checkouts.other_code(state, earlier), state)
-
-
-def _new_notes(session: Session, said: str | None) -> list[str]:
-    return [said] if said is not None and said not in session.notes else []
 
 
 def _unless(reason: str | None, state: dict[str, Any]) -> dict[str, Any]:
@@ -382,7 +382,7 @@ def _broken_provenance(session: Session, step: Step, tree: Path | None, seen: di
         return None
     names = differing.between(session.repository, session.commits.values())
     wrong, doubts = differing.stray(seen, tree, session.repository, names, session.commits.values())
-    session.notes += [text for text in doubts if text not in session.notes]
+    session.note(*doubts)
     return wrong or provenance.unused_tree(seen, tree)
 
 

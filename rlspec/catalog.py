@@ -67,11 +67,7 @@ def model(name: str, near: Path) -> dict[str, Any]:
         raise SpecError(f"unknown model {name!r}; {schema.suggestion(name, entries('models', near))}")
     if path.suffix == ".json":
         return _from_config(path)
-    data, problems = checked("models", path)
-    if problems:
-        first = problems[0]
-        raise SpecError(f"{first.path}:{first.line}:{first.column}: {first.message}")
-    return data  # type: ignore[no-any-return]
+    return _sound("models", path)
 
 
 def workload(name: str, near: Path) -> dict[str, Any]:
@@ -79,7 +75,11 @@ def workload(name: str, near: Path) -> dict[str, Any]:
     path = find("workloads", name, near)
     if path is None:
         raise SpecError(f"unknown workload {name!r}; {schema.suggestion(name, entries('workloads', near))}")
-    data, problems = checked("workloads", path)
+    return _sound("workloads", path)
+
+
+def _sound(folder: str, path: Path) -> dict[str, Any]:
+    data, problems = checked(folder, path)
     if problems:
         first = problems[0]
         raise SpecError(f"{first.path}:{first.line}:{first.column}: {first.message}")

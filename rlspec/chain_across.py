@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlspec.cells import Finding
-from rlspec.chain_asked import Asked, values_of
+from rlspec.chain_asked import Asked, bits, values_of
 from rlspec.chain_truth import clash, cut_short, ended, unseen
 from rlspec.layouts import CANONICAL
 from rlspec.model import Row
@@ -23,7 +23,7 @@ def judge(first: Measured, mine: Measured, of_first: Asked, of_mine: Asked, row:
     if first["weights"]["digest"] != mine["weights"]["digest"]:
         return Finding(category="red_provenance", reason="the two arms ran on different weights")
     pairs = list(zip(values_of(first, CANONICAL) or (), values_of(mine, CANONICAL) or (), strict=True))
-    apart = [abs(a - b) for a, b in pairs if (a, math.copysign(1, a)) != (b, math.copysign(1, b))]
+    apart = [abs(a - b) for a, b in pairs if bits(a) != bits(b)]
     theirs, ours = gradients(first), gradients(mine)
     other = [name for name in ours if ours[name] != theirs[name]]
     evidence = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,11 @@ class Asked:
     def ratio(self, judgment: str) -> float | None:
         """How far a node may err beside plain torch: by the row of a whole model, whichever judges the log-probs."""
         return self.resolve(judgment, chains.SUBJECT).limits.get("baseline_ratio")
+
+
+def bits(value: float) -> tuple[float, float]:
+    """Equal for the same bits of a finite number: 0 is not -0."""
+    return value, math.copysign(1.0, value)
 
 
 def trace_of(measured: Mapping[str, Any], judgment: str, name: str) -> Mapping[str, Any] | None:

@@ -55,8 +55,8 @@ def divergence(
     if trace and trace["first"] and not _canonical_fails(measured, judgment):
         return dict(trace["first"])  # the cell has left the canonical one, which is sound
     ratio = asked.ratio(judgment)
-    for layer, node, operator in () if ratio is None else _beyond(measured, ratio, asked):
-        return {"layer": layer, "name": node, "operator": operator, "phase": "forward"}
+    if ratio is not None and (found := next(_beyond(measured, ratio, asked), None)):
+        return {**dict(zip(("layer", "name", "operator"), found, strict=True)), "phase": "forward"}
     if judgment == "gradient_accuracy":
         return _of_parameter(tensors[-1])
     return None if ratio is None else dict(LOSS)

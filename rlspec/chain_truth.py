@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -157,12 +158,10 @@ def key_in(line: Mapping[str, Any]) -> Key:
 def gap(measured: Mapping[str, Any], lines: Lines, wanted: Sequence[Expected], asked: Asked) -> str | None:
     """Why the lines of a configuration are not all that is due, and no more, each as it must be; or None."""
     due = {key_of(one): one for one in wanted}
-    count: dict[Key, int] = {}
-    for line in lines:
-        count[key_in(line)] = count.get(key_in(line), 0) + 1
+    count = Counter(map(key_in, lines))
     for key in due:
-        if count.get(key, 0) != 1:
-            return f"{key[2]} in {key[1]}: {'no comparison' if not count.get(key) else 'two comparisons'}"
+        if count[key] != 1:
+            return f"{key[2]} in {key[1]}: {'two comparisons' if count[key] else 'no comparison'}"
     if extra := set(count) - set(due):
         key = min(extra)
         return f"{key[2]} in {key[1]}: a comparison that nobody asked for"

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlspec import chains, dlogp, nodes
 from rlspec.cells import Finding
-from rlspec.chain_asked import PARITY, Asked, Lines, has, trace_of, values_of
+from rlspec.chain_asked import PARITY, Asked, Lines, bits, has, trace_of, values_of
 from rlspec.chain_places import LOSS, divergence, drift, misrouted, place, rerouted, silent, strayed
 from rlspec.chain_truth import clash, cut_short, ended, flat, gap, inferred, key_in, key_of, unseen
 from rlspec.chains import REFERENCE, RESCORE, Expected
@@ -178,11 +178,10 @@ def _decoded(lines: Lines) -> dict[str, Any]:
 
 def _parity(measured: Mapping[str, Any], name: str, row: Row, asked: Asked) -> Finding:
     made = _pair(measured, asked, CANONICAL, name)
-    if isinstance(made, str):
-        red = "is nan" in made or "inf" in made
-        return Finding(category="red_verdict" if red else "broken", reason=made)
+    if isinstance(made, Finding):
+        return made
     digests = {one["execution"]: one["digest"] for one in measured["logprobs"]}
-    differing = sum(_bits(a) != _bits(b) for a, b in zip(made.train, made.rollout, strict=True))
+    differing = sum(bits(a) != bits(b) for a, b in zip(made.train, made.rollout, strict=True))
     if (differing == 0) != (digests[name] == digests[CANONICAL]):
         return Finding(category="broken", reason=f"the digests of {name} do not say what its log-probs say")
     found = _aggregates(made, asked)
@@ -226,18 +225,19 @@ def _others(found: Mapping[str, Any]) -> str:
     return within + (f"; {', '.join(free)} reported and not gated" if free else "")
 
 
-def _pair(measured: Mapping[str, Any], asked: Asked, train: str, rollout: str) -> Pair | str:
+def _pair(measured: Mapping[str, Any], asked: Asked, train: str, rollout: str) -> Pair | Finding:
     """Both executions joined; or why they cannot be: log-probs that are missing are an error, never a shorter list."""
     ours, theirs = values_of(measured, rollout), values_of(measured, train)
     active = asked.chain.tier.active
     for name, values in ((rollout, ours), (train, theirs)):
         if values is None:
-            return f"no log-probs of {name}"
+            return Finding(category="broken", reason=f"no log-probs of {name}")
         if len(values) != active:
-            return f"{len(values)} log-probs of {name}, {active} tokens are active"
+            reason = f"{len(values)} log-probs of {name}, {active} tokens are active"
+            return Finding(category="broken", reason=reason)
         if not all(map(math.isfinite, values)):
             at = next(index for index, value in enumerate(values) if not math.isfinite(value))
-            return f"log-prob {at} of {name} is {values[at]}"
+            return Finding(category="red_verdict", reason=f"log-prob {at} of {name} is {values[at]}")
     assert ours is not None and theirs is not None
     spans, positions, start = {}, array("q"), 0
     for sample in asked.chain.tier.samples:
@@ -261,10 +261,6 @@ def _pair(measured: Mapping[str, Any], asked: Asked, train: str, rollout: str) -
 
 def _aggregates(pair: Pair, asked: Asked) -> dict[str, Any]:
     return dlogp.aggregates(pair, lambda name: asked.resolve(name, "*"))
-
-
-def _bits(value: float) -> tuple[float, float]:
-    return value, math.copysign(1.0, value)
 
 
 def _unnamed(measured: Mapping[str, Any]) -> Iterator[str]:

@@ -25,8 +25,10 @@ def beside(spec: Spec, step: Step) -> Path | None:
 
 def _exact(spec: Spec) -> Beside | None:
     """The trainer's own, or what the reader of a user's trainer says."""
-    if spec.trainer is None or spec.trainer.suffix is None:
-        return TRAINERS[spec.trainer.name].beside if spec.trainer else None
+    if spec.trainer is None:
+        return None
+    if spec.trainer.suffix is None:
+        return TRAINERS[spec.trainer.name].beside
     return Beside(suffix=spec.trainer.suffix, reader=spec.trainer.reader)
 
 

@@ -61,8 +61,10 @@ class Widths:
         """Where a format keeps the significant digits, decimals go with the size of a value: those say nothing."""
         row, text = self.first[width]
         own = sum(form(text)[1:])
-        if own <= usual[1] or self.counts[width] > 1:
-            return own <= usual[1]
+        if own <= usual[1]:
+            return True
+        if self.counts[width] > 1:
+            return False
         around = [at for at in (row - 1, row + 1) if 0 <= at < len(column.values) and column.present[at] == VALUE]
         values = [abs(column.values[at]) for at in around if math.isfinite(column.values[at])]
         digits = [(1 if usual[0] else len(str(int(value)))) + usual[1] for value in values]

@@ -66,6 +66,12 @@ class Contract:
         return schema.suggestion(judgment, {row.judgment for row in self.rows})
 
 
+def whole(contract: Contract) -> dict[str, Any]:
+    """As a plan and a report hold it; `from_rows` reads it back."""
+    rows = [{key: value for key, value in plain(row).items() if key != "id"} for row in contract.rows]
+    return {"name": contract.name, "digest": contract.digest, "cannot_fail": contract.cannot_fail, "rows": rows}
+
+
 def load(name: str, near: Path) -> Contract:
     """The contract called `name`, or at that path. Raises SpecError."""
     path = catalog.find("contracts", name, near)

@@ -198,12 +198,7 @@ def _write_plan(session: arms.Session, steps: Sequence[Step]) -> None:
         "root": str(folder.root),
         "overrides": list(session.options.overrides),
         "tag": steps[0].tag if steps else "",
-        "contract": {
-            "name": contract.name,
-            "digest": contract.digest,
-            "cannot_fail": contract.cannot_fail,
-            "rows": [contracts.plain(row) for row in contract.rows],
-        },
+        "contract": contracts.whole(contract),
         "workload": dict(spec.workload) or None,
         "operators": list(operators.chosen(spec)) if spec.workload and not spec.chain else None,
         "chain": dict(spec.chain) or None,
@@ -227,8 +222,6 @@ def _write_plan(session: arms.Session, steps: Sequence[Step]) -> None:
             for step in steps
         ],
     }
-    for line in data["contract"]["rows"]:  # type: ignore[index]
-        line.pop("id")
     runs.save(session.folder.plan, data)
 
 
@@ -247,7 +240,7 @@ def _execute_all(session: arms.Session, steps: Sequence[Step]) -> dict[str, Any]
         session.states,
         made,
         session.folder,
-        results_of(session.spec, steps, session.states),
+        results_of(session.spec, steps, session.states) if session.spec.workload else (),
     )
     report["overrides"] = list(session.options.overrides)
     report["notes"] = session.notes + report["notes"]

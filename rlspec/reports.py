@@ -108,15 +108,9 @@ def sealed(path: Path, report: Mapping[str, Any]) -> None:
 def _measured(spec: Spec, contract: contracts.Contract, results: Sequence[Result]) -> dict[str, Any]:
     """All that the verdicts of cells can be derived from again, and a seal over what was measured."""
     measured, load = {result.arm.name: result.measured for result in results}, spec.workload
-    rows = [{key: value for key, value in contracts.plain(row).items() if key != "id"} for row in contract.rows]
     return {
         "spec": {"path": str(spec.path), "digest": spec.digest, "data": dict(spec.data)},
-        "contract": {
-            "name": contract.name,
-            "digest": contract.digest,
-            "cannot_fail": contract.cannot_fail,
-            "rows": rows,
-        },
+        "contract": contracts.whole(contract),
         "workload": {"name": load["name"], "digest": workloads.digest(load), "data": dict(load)},
         **({"chain": dict(spec.chain)} if spec.chain else {"operators": list(operators.chosen(spec))}),
         "measured": measured,

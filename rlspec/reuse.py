@@ -41,7 +41,7 @@ def take_over(session: Session, steps: Sequence[Step]) -> None:
             continue
         reason = reasons[name]
         if reason is None or name in kept:
-            session.states[name] = _copy(session, step, earlier)
+            session.states[name] = _copy(session, step, earlier, planned[name]["stem"])
             if reason is not None:
                 session.say(f"{name}: stays as it ran, though {reason}: an arm failed, and --retry-errors runs both")
             elif step.commit is None and session.states[name].get("code_digest") is None:
@@ -151,13 +151,12 @@ def _without(argv: Sequence[str], folder: runs.Folder) -> list[str]:
     return [word.replace(str(folder.workspace), "") for word in argv]
 
 
-def _copy(session: Session, step: Step, earlier: runs.Folder) -> dict[str, Any]:
-    planned = {arm["name"]: arm for arm in runs.load(earlier.plan, "plan")["arms"]}[step.arm.name]
-    source = earlier.workspace / f"{planned['stem']}.provenance.json"
+def _copy(session: Session, step: Step, earlier: runs.Folder, stem: str) -> dict[str, Any]:
+    source = earlier.workspace / f"{stem}.provenance.json"
     state = runs.load(source)
     mine = seen_here(earlier, state)
     if earlier != session.folder:
-        records_path = source.with_name(f"{planned['stem']}.records.jsonl")
+        records_path = source.with_name(f"{stem}.records.jsonl")
         if records_path.exists():
             shutil.copyfile(records_path, step.records)
         mine = {**mine, "reused_from": earlier.name}

@@ -67,8 +67,8 @@ def root(start: Path) -> Path:
 
 
 def below(kind: str, model: str) -> Path:
-    """Where the runs of a kind and model lie, below `workspace/` and `logging/`. Of a model's file: its name."""
-    name = _UNSAFE.sub("_", model.removesuffix(".yaml").removesuffix(".yml")).strip("._")
+    """Where the runs of a kind and model lie, below `workspace/` and `logging/`; a model's file without its suffix."""
+    name = _UNSAFE.sub("_", re.sub(r"\.(ya?ml|json)$", "", model)).strip("._")
     return Path(f"validate-{kind}") / (name or "any")
 
 

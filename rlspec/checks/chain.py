@@ -24,7 +24,7 @@ from rlspec.cells import Finding
 from rlspec.chain_asked import PARITY, Asked
 from rlspec.checks import common, operators
 from rlspec.contract import Contract
-from rlspec.document import escape, read
+from rlspec.document import read
 from rlspec.errors import SpecError
 from rlspec.layouts import CANONICAL
 from rlspec.model import Arm, Document, Judgment, Problem, Result, Row, Spec, Verdict
@@ -48,14 +48,7 @@ def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         if isinstance(given, str):
             yield from operators.implementation(document, pointer, given, nodes.IMPLEMENTATIONS)
             continue
-        for operator, name in given.items():
-            if operator in nodes.NODES:
-                known, what = nodes.implemented(operator), f" of {operator}"
-                yield from operators.implementation(document, f"{pointer}/{operator}", name, known, what)
-            else:
-                hint = schema.suggestion(operator, nodes.NODES)
-                place = f"{pointer}/{escape(operator)}"
-                yield common.at(document, place, "RL311", f"unknown operator {operator!r}", hint)
+        yield from operators.mapped(document, pointer, given)
 
 
 def model(document: Document, data: dict[str, Any]) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import PurePath
 from typing import Any
 
-from rlspec import architecture, catalog, chain_sizes, chains, contract, nodes, plan, schema
+from rlspec import architecture, catalog, chain_sizes, chains, contract, dlogp, nodes, plan, schema
 from rlspec.document import escape
 from rlspec.errors import SpecError
 from rlspec.model import Document, Expect, Problem, Severity
@@ -22,7 +22,7 @@ STANDARD: dict[str, tuple[str, ...]] = {
     "performance": ("step_time", "throughput", "peak_memory"),
     "operators": nodes.JUDGMENTS,
     "chain": chains.JUDGMENTS,
-    "parity": ("max_abs_dlogp", "mean_abs_dlogp", "approx_kl", "clip_fraction", "sequence_outliers"),
+    "parity": dlogp.STANDARD,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlspec import architecture, catalog, cells, layouts, nodes, plan, schema, workloads
@@ -29,14 +29,7 @@ def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
             yield from implementation(document, pointer, given, nodes.IMPLEMENTATIONS)
             continue
         yield from _uncovered(document, data, index, given)
-        for operator, name in given.items():
-            if operator in nodes.NODES:
-                known = nodes.implemented(operator)
-                yield from implementation(document, f"{pointer}/{operator}", name, known, f" of {operator}")
-            else:
-                message = f"unknown operator {operator!r}"
-                hint = schema.suggestion(operator, nodes.NODES)
-                yield common.at(document, f"{pointer}/{escape(operator)}", "RL311", message, hint)
+        yield from mapped(document, pointer, given)
 
 
 def _uncovered(document: Document, data: dict[str, Any], index: int, given: dict[str, str]) -> Iterator[Problem]:
@@ -48,6 +41,18 @@ def _uncovered(document: Document, data: dict[str, Any], index: int, given: dict
     elif "operators" not in data:
         message = "a mapping of implementations needs operators: to be named"
         yield common.at(document, f"/arms/{index}/implementation", "RL312", message, "add operators: with its keys")
+
+
+def mapped(document: Document, pointer: str, given: Mapping[str, str]) -> Iterator[Problem]:
+    """What is wrong with a map from operators to implementations."""
+    for operator, name in given.items():
+        if operator in nodes.NODES:
+            known = nodes.implemented(operator)
+            yield from implementation(document, f"{pointer}/{operator}", name, known, f" of {operator}")
+        else:
+            hint = schema.suggestion(operator, nodes.NODES)
+            place = f"{pointer}/{escape(operator)}"
+            yield common.at(document, place, "RL311", f"unknown operator {operator!r}", hint)
 
 
 def implementation(

@@ -30,6 +30,8 @@ ROWS = ("embedding", "rms_norm", "qk_norm", "det_gemm", "lm_head")
 ROUTED = ("router", "grouped_gemm")
 
 Self = TypeVar("Self", bound="TrainingDecoder")
+Samples = Sequence[tuple[Span, Segments]]
+"""Where each sample of a call stands, and its queries and keys when it is alone."""
 
 
 class TrainingDecoder(Decoder):
@@ -42,8 +44,7 @@ class TrainingDecoder(Decoder):
 
     ledger: Ledger
     recompute: bool
-    spans: Sequence[Span]
-    alone: dict[int, Segments]
+    samples: Samples
     stored: torch.dtype
 
     @classmethod
@@ -66,10 +67,11 @@ class TrainingDecoder(Decoder):
     def begin(self, ledger: Ledger, chunks: Sequence[Identity], spans: Sequence[Span]) -> None:
         """Before each call: where its gradients go, which rows its chunks have, where its samples stand."""
         ledger.begin(chunks)
-        self.ledger, self.spans = ledger, spans
-        # For all layers of a call: a table of segments is a copy to the device, for which the host waits.
+        self.ledger = ledger
+        # Once for all layers: the table in the segments is a copy to the device, for which the host waits.
         device, lengths = next(self.parameters()).device, {span.length for span in spans}
-        self.alone = {n: Segments((Segment(0, 0, n, 0, n),), 1, n, n, device) for n in lengths}
+        alone = {n: Segments((Segment(0, 0, n, 0, n),), 1, n, n, device) for n in lengths}
+        self.samples = [(span, alone[span.length]) for span in spans]
 
     def weight(self, name: str) -> Tensor:
         """A parameter as the decoder that it is of works with it, in this one's working dtype; without a graph."""
@@ -97,7 +99,7 @@ class TrainingDecoder(Decoder):
         operator = self.operators.attention
         if not (hasattr(operator, "forward") and hasattr(operator, "backward")):
             return super().attend(sites, parts, cache)
-        found = _Attention.apply(self, sites, self.spans, *(x for part in parts for x in part))
+        found = _Attention.apply(self, sites, self.samples, *(x for part in parts for x in part))
         for at, out in zip(sites, found, strict=True):
             at.show("self_attn", "attention", out)
         return list(found)
@@ -177,9 +179,7 @@ class _Attention(Function):
     """Query, key and value of every chunk of a layer -> out of every chunk; on the way back one sample at a time."""
 
     @staticmethod
-    def forward(
-        ctx: Any, decoder: TrainingDecoder, sites: Sequence[Site], spans: Sequence[Span], *parts: Tensor
-    ) -> Any:
+    def forward(ctx: Any, decoder: TrainingDecoder, sites: Sequence[Site], samples: Samples, *parts: Tensor) -> Any:
         query, key, value = (_columns(parts[slot::3]) for slot in range(3))
         found = []
         for at, chunk_query in zip(sites, parts[0::3], strict=True):
@@ -187,7 +187,7 @@ class _Attention(Function):
             found.append(decoder.attention_forward(at, chunk_query, key[:, :stop], value[:, :stop]))
         outs, sums = zip(*found, strict=True)
         ctx.save_for_backward(query, key, value, _columns(outs), _columns(sums))
-        ctx.decoder, ctx.sites, ctx.spans = decoder, sites, spans
+        ctx.decoder, ctx.sites, ctx.samples = decoder, sites, samples
         return outs
 
     @staticmethod
@@ -195,9 +195,8 @@ class _Attention(Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         whole = (*ctx.saved_tensors, _columns(upstream))
         totals = [torch.zeros_like(x) for x in whole[:3]]
-        for row, start, length in ctx.spans:
+        for (row, start, length), alone in ctx.samples:
             place = slice(row, row + 1), slice(start, start + length)
-            alone = ctx.decoder.alone[length]
             found = ctx.decoder.attention_backward(ctx.sites[0], *(x[place] for x in whole), segments=alone)
             for total, part in zip(totals, found, strict=True):
                 total[place] = part

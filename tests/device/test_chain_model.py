@@ -203,7 +203,6 @@ def test_attention_goes_back_once_a_sample_and_layer():
         training(model(dtype=BF16), of=Pass).run(made, chunk_size=size)
         assert sorted(lengths) == sorted(LENGTHS * 2)
         # The layers share what says where the samples are: on a GPU the host waits for each copy of it.
-        assert all(tables.count(one) % 2 == 0 for one in tables)
         assert len({id(one) for one in tables}) == sum(len({run.length for run in call.runs}) for call in made.calls)
 
 
