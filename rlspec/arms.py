@@ -378,6 +378,11 @@ def _broken_provenance(session: Session, step: Step, tree: Path | None, seen: di
     required = session.spec.isolation == "worktree"
     if wrong := provenance.wrong_imports(seen, tree, session.repository, required=required):
         return wrong
+    if seen["imported"] is None:
+        session.note(
+            "no Python process of the arms told what it imported: whether they ran the checkout's code, or a copy of "
+            "it that is installed elsewhere, is not known"
+        )
     if installs(session.spec):
         return None
     names = differing.between(session.repository, session.commits.values())

@@ -63,6 +63,8 @@ def _checked(folder: str, path: Path, raw: bytes) -> tuple[Any, list[Problem]]:
 def model(name: str, near: Path) -> dict[str, Any]:
     """A model entry, or what a Hugging Face config.json says of the same. Raises SpecError."""
     path = find("models", name, near)
+    if path is None and (near / name / "config.json").is_file():
+        raise SpecError(f"{name!r} is a folder; name its config.json: {name.rstrip('/')}/config.json")
     if path is None:
         raise SpecError(f"unknown model {name!r}; {schema.suggestion(name, entries('models', near))}")
     if path.suffix == ".json":

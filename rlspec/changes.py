@@ -27,7 +27,8 @@ def require_clean(repo: Path, ignore: Iterable[Path] = ()) -> None:
             f"{repo} has uncommitted changes, which no arm would run:\n"
             + "".join(f"  {line}\n" for line in found[:10])
             + (f"  and {len(found) - 10} more\n" if len(found) > 10 else "")
-            + "commit them, or put them away with `git stash -u`; list what never belongs to a commit in .gitignore"
+            + "commit them, or put them away with `git stash -u`; list what never belongs to a commit, such as the "
+            + "reports of `-o`, in .gitignore"
         )
 
 

@@ -126,8 +126,8 @@ _outputs = click.option(
     multiple=True,
     type=PATHS,
     metavar="FILE",
-    help="Write the report to FILE, too, in the format of its suffix: .json, .md (Markdown) or .xml (JUnit). "
-    "May be repeated.",
+    help="Write the report to FILE, too, in the format of its suffix: .json, .md (Markdown) or .xml (JUnit); the last "
+    "two hold those of several specs. May be repeated.",
 )
 _verbose = click.option("-v", "--verbose", is_flag=True, help="Print every figure of every verdict.")
 _set = click.option(
@@ -343,8 +343,8 @@ def run(
         for document in documents:
             click.echo(planning.text(document, _width()))
         return
-    if len(documents) > 1 and outputs:
-        raise errors.SpecError("-o takes one report, here are several specs; each run folder holds its report.json")
+    several = len(documents) > 1
+    report.known(outputs, several)
     options = Options(
         arms=arms,
         from_run=from_run,
@@ -353,20 +353,24 @@ def run(
         keep_going=keep_going,
         overrides=overrides,
     )
-    for document in documents if len(documents) > 1 else ():
+    for document in documents if several else ():
         pipeline.check(document, options)
-    codes = []
+    codes, reports = [], []
     for document in documents:
         try:
             made = _one(document, options)
         except (errors.SpecError, errors.RunError) as error:
-            if len(documents) == 1:
+            if not several:
                 raise
             click.echo(f"error: {error}", err=True)
             codes.append(errors.ERROR)
+            made = pipeline.broken(document, options, str(error))
         else:
-            codes.append(_report(made, outputs, verbose, investigate_ok, blocked_ok))
+            codes.append(_report(made, () if several else outputs, verbose, investigate_ok, blocked_ok))
             _track(made)
+        reports.append(made)
+        for path in outputs if several else ():  # after each, so that what was found outlives an interruption
+            report.write(path, *reports)
     raise SystemExit(verdicts.combine(codes))
 
 

@@ -32,6 +32,13 @@ def _exact(spec: Spec) -> Beside | None:
     return Beside(suffix=spec.trainer.suffix, reader=spec.trainer.reader)
 
 
+def reader(spec: Spec) -> str | None:
+    """By which reader what a run left is read; None where the trainer writes records itself."""
+    assert spec.trainer is not None
+    exact = _exact(spec)
+    return None if TRAINERS[spec.trainer.name].own_records else exact.reader if exact else spec.trainer.reader
+
+
 def clear(spec: Spec, step: Step) -> None:
     """Take away what an earlier try that failed has left."""
     step.records.unlink(missing_ok=True)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import filecmp
+import itertools
 import math
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rlspec import logs
-from rlspec.model import Arm, Series
+from rlspec.model import Arm, Result, Series
+
+COPY = "a copy, and no run of its own"
 
 SEARCHED = 4 << 20  # bytes at the beginning of a log
 FEW = 4  # different times from which on two runs of a machine do not have the same ones by chance
@@ -39,6 +45,32 @@ TIMED = re.compile(
     | (?:.*/)?timing_(?:s|ms)/.*""",
     re.IGNORECASE | re.VERBOSE,
 )
+
+
+def twins(files: Mapping[str, Path]) -> dict[str, str]:
+    """Arms whose log is that of an earlier arm to the byte, and that arm. Folders are not looked at."""
+    found: dict[str, str] = {}
+    for one, other in itertools.combinations([name for name, file in files.items() if file.is_file()], 2):
+        if other not in found and filecmp.cmp(files[one], files[other], shallow=False):
+            found[other] = one
+    return found
+
+
+def refused(results: Iterable[Result], files: Mapping[str, Path], reader: str, pattern: str | None) -> list[Result]:
+    """The results; that of a copied log, which would be compared with itself, with a fault."""
+    same = twins(files)
+    return [_refused(one, same.get(one.arm.name), files, reader, pattern) for one in results]
+
+
+def _refused(result: Result, twin: str | None, files: Mapping[str, Path], reader: str, pattern: str | None) -> Result:
+    if result.run is None or twin is None:
+        return result
+    log = files[result.arm.name]
+    held = unrepeatable(log, reader, pattern)
+    if not held:
+        return result
+    fault = f"{log.name} is the log of {twin} to the byte, with {held}: {COPY}"
+    return dataclasses.replace(result, run=dataclasses.replace(result.run, faults={**result.run.faults, "*": fault}))
 
 
 def unrepeatable(log: Path, reader: str, pattern: str | None) -> str:

@@ -91,6 +91,16 @@ def remarks(names: Sequence[str], seen: Sequence[Mapping[str, Any] | None], buil
     return said
 
 
+def read_beside(names: Sequence[str], spec: PurePath, template: str) -> list[str]:
+    """A sentence on files below the spec's folder, where the template names that: it is the checkout's in every arm."""
+    if "spec_dir" not in template:
+        return []
+    below = [one for one in names if PurePath(one).is_relative_to(spec.parent) and not one.endswith(".py")]
+    found = [one for one in below if not aside(one) and PurePath(one) != spec]
+    why = "and the template names spec_dir, which is this checkout's folder in every arm"
+    return [f"the commits differ in {listed(found, 3)}, {why}: what is read there is the same in all"] if found else []
+
+
 def _runs(name: str) -> bool:
     """Whether a trainer may run a file."""
     file = PurePath(name).name

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlspec import compare, joining, verdicts
-from rlspec.drift_evidence import figures, remarks
+from rlspec.drift_evidence import FEW_UNITS, ONE_SIDED_FROM, figures, remarks
 from rlspec.drift_findings import findings
 from rlspec.envelope import Envelope, measure
 from rlspec.errors import SpecError
@@ -227,6 +227,10 @@ def _doubted(envelope: Envelope, answer: _Answer, limits: tuple[float, float]) -
         answer = replace(answer, status="INVESTIGATE", reason=reason, evidence=evidence, notes=[*answer.notes, *split])
     if envelope.jump:
         return _unstable(envelope, answer)
+    if answer.status == "PASS" and (doubt := _same_run(envelope) or _rounding(envelope)):
+        cause, said = doubt
+        evidence = {**answer.evidence, "cause": cause}
+        return replace(answer, status="INVESTIGATE", reason=f"{answer.reason}; but {said}", evidence=evidence)
     if answer.status == "FAIL" and envelope.machines:
         return _by_machine(envelope, answer)
     if answer.status == "PASS" and envelope.machines:
@@ -234,6 +238,28 @@ def _doubted(envelope: Envelope, answer: _Answer, limits: tuple[float, float]) -
         note = f"the arms' machines differ in {', '.join(envelope.machines)}: {hidden}"
         return replace(answer, notes=[*answer.notes, note])
     return answer
+
+
+def _same_run(envelope: Envelope) -> tuple[str, str] | None:
+    """A feature run that equals a base run, where runs of the same code part.
+
+    They may equal each other on a sparse floor, which is a few events, and where the other base run was perturbed.
+    """
+    if envelope.sparse or envelope.cross[0][0].steps < ONE_SIDED_FROM:
+        return None
+    for pair in (pair for row in envelope.cross for pair in row):
+        if not pair.differing and (not envelope.perturbed or pair.a in envelope.perturbed):
+            return "same_run", f"{pair.b} equals {pair.a} to the bit, and base runs differ: is it a run of its own?"
+    return None
+
+
+def _rounding(envelope: Envelope) -> tuple[str, str] | None:
+    """A floor of a few flips of the last printed digit says nothing of a feature that differs on most steps."""
+    unit, feature = 2 * envelope.resolution, envelope.cross[0][0]
+    if not envelope.sparse or not unit or envelope.width >= FEW_UNITS * unit or 2 * feature.differing < feature.steps:
+        return None
+    floor = f"the floor is {envelope.width / unit:.2g} units of the last printed digit ({unit:g})"
+    return "rounding", f"{floor}, and {feature.b} differs on {feature.differing} of {feature.steps} steps"
 
 
 def _split_features(envelope: Envelope, above: float) -> list[str]:

@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from rlspec.formats import PREFIX, BadLine, Format, Line, repeated
@@ -20,7 +20,7 @@ _JSON_STRING = r'"[^"\\\x00-\x1f]*"'
 
 
 class JsonLines(Format):
-    """One JSON object a line with a field `step`."""
+    """One JSON object a line with a field `step`; what lies in an object in it is named `train/loss`."""
 
     stripped = True
 
@@ -33,7 +33,7 @@ class JsonLines(Format):
         if not text.startswith("{"):
             self._chatter += bool(text)
             return None
-        pairs = _pairs(text)
+        pairs = list(_flat(_pairs(text)))
         if all(name != "step" for name, _ in pairs):
             self._stepless += 1
             return None
@@ -80,6 +80,14 @@ def _pairs(text: str) -> list[tuple[str, object]]:
         return _decode(_BARE_NONFINITE.sub(lambda found: _json_constant(found[0]), text))
     except (ValueError, RecursionError):
         raise BadLine("*", f"begins a JSON object that does not parse ({failure}): one whole object a line") from None
+
+
+def _flat(pairs: Iterable[tuple[str, object]], above: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in pairs:
+        if isinstance(value, _Pairs):
+            yield from _flat(value, f"{above}{name}/")
+        else:
+            yield above + name, value
 
 
 def _decode(text: str) -> list[tuple[str, object]]:

@@ -30,7 +30,6 @@ from rlspec.formats import metrics_of
 from rlspec.model import Arm, Document, Result, Spec, Step
 from rlspec.reports import build, digest, sealed
 
-COPY = "a copy, and no run of its own"
 MEASURED = ("operators", "chain")  # kinds whose reports hold what their verdicts are derived from
 
 
@@ -286,9 +285,8 @@ def judge_logs(source: Source) -> dict[str, Any]:
     contract = contracts.load(spec.contract, Path.cwd())
     arms = list(zip(spec.arms, (path for _, path in source.files), strict=True))
     states = {arm.name: {"status": "read", "log": str(path), "log_digest": digest(path)} for arm, path in arms}
-    digests = {arm.name: str(states[arm.name]["log_digest"]) for arm, _ in arms}
-    twins = _twins(digests)
-    results = [_own(result, twins, source) for result in _read_results(spec, source, arms)]
+    paths = {arm.name: path for arm, path in arms}
+    results = copies.refused(_read_results(spec, source, arms), paths, source.reader, source.pattern)
     made = CHECKS[spec.kind].judge(spec, results, contract)
     steps = [_no_step(arm, path) for arm, path in arms]
     for result in results:
@@ -297,9 +295,9 @@ def judge_logs(source: Source) -> dict[str, Any]:
             states[result.arm.name]["steps"] = max(lengths, default=0)  # type: ignore[assignment]
     report = build(spec, contract, steps, states, made, None)
     report.update(tag=None, mesh=None, sequence_length=None, dtype=None)  # logs do not say
-    copied = {result.arm.name for result in results if result.run and COPY in result.run.faults.get("*", "")}
-    for name, twin in twins.items() if not copied else ():
-        report["notes"].append(f"the logs of {twin} and {name} are the same to the byte: is one a copy?")
+    if not any(result.run and copies.COPY in result.run.faults.get("*", "") for result in results):
+        for name, twin in copies.twins(paths).items():
+            report["notes"].append(f"the logs of {twin} and {name} are the same to the byte: is one a copy?")
     report["source"] = {
         "reader": source.reader,
         "pattern": source.pattern,
@@ -307,26 +305,6 @@ def judge_logs(source: Source) -> dict[str, Any]:
         "contract": source.contract,
     }
     return report
-
-
-def _twins(digests: Mapping[str, str]) -> dict[str, str]:
-    """Arms whose log is that of an earlier arm to the byte, and that arm."""
-    first: dict[str, str] = {}
-    earlier = {name: first.setdefault(digest, name) for name, digest in digests.items()}
-    return {name: other for name, other in earlier.items() if other != name}
-
-
-def _own(result: Result, twins: Mapping[str, str], source: Source) -> Result:
-    """A result; that of a copied log, which would be compared with itself, is a fault."""
-    if result.run is None or result.arm.name not in twins:
-        return result
-    log = result.records
-    held = copies.unrepeatable(log, source.reader, source.pattern)
-    if not held:
-        return result
-    twin = twins[result.arm.name]
-    fault = f"{log.name} is the log of {twin} to the byte, with {held}: {COPY}"
-    return dataclasses.replace(result, run=dataclasses.replace(result.run, faults={**result.run.faults, "*": fault}))
 
 
 def _no_step(arm: Arm, path: Path) -> Step:

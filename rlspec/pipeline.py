@@ -14,6 +14,8 @@ import rlspec
 from rlspec import (
     arms,
     chain_records,
+    collecting,
+    copies,
     differing,
     launch,
     machine,
@@ -32,7 +34,7 @@ from rlspec import contract as contracts
 from rlspec.checks import CHECKS, chain, operators
 from rlspec.errors import RunError, SpecError
 from rlspec.interrupts import postponed
-from rlspec.model import Document, Result, Spec, Step, Verdict
+from rlspec.model import Document, Result, Spec, Status, Step, Verdict
 
 
 class NothingRan(launch.Interrupted):
@@ -73,7 +75,7 @@ def run(document: Document, options: arms.Options, stream: TextIO) -> dict[str, 
     """Execute and judge one linted spec. Raises SpecError (nothing ran), RunError, launch.Interrupted."""
     spec, contract, blocked = check(document, options)
     if blocked:
-        return _blocked(spec, contract, blocked, options)
+        return _without_a_run(spec, contract, "BLOCKED", "; ".join(blocked), options)
     with launch.signals(), contextlib.ExitStack() as stack:
         notes: list[str] = []
         going_on = fresh = session = None
@@ -257,7 +259,11 @@ def _unused(session: arms.Session, steps: Sequence[Step]) -> list[str]:
         names = differing.between(session.repository, session.commits.values())
     except RunError:  # all arms are those of an earlier run, whose commits are gone
         return []
-    return differing.remarks(names, seen, bool(session.spec.build))
+    said = differing.remarks(names, seen, bool(session.spec.build))
+    top, path, template = session.repository.resolve(), session.spec.path.resolve(), session.spec.run_template
+    if path.is_relative_to(top) and template is not None:
+        said += differing.read_beside(names, path.relative_to(top), template.read_text(encoding="utf-8"))
+    return said
 
 
 def _until_settled(
@@ -341,7 +347,11 @@ def judge_states(
     spec: Spec, contract: contracts.Contract, steps: Sequence[Step], states: Mapping[str, Mapping[str, Any]]
 ) -> list[Verdict]:
     """Verdicts of a run from what its arms left on disk."""
-    made = CHECKS[spec.kind].judge(spec, results_of(spec, steps, states), contract)
+    results: Sequence[Result] = results_of(spec, steps, states)
+    if spec.trainer is not None and (reader := collecting.reader(spec)):
+        read = {step.arm.name: collecting.beside(spec, step) or step.log for step in steps}
+        results = copies.refused(results, read, reader, spec.trainer.pattern)
+    made = CHECKS[spec.kind].judge(spec, results, contract)
     return surroundings.noted(made, steps, states) if spec.trainer else made
 
 
@@ -368,11 +378,18 @@ def _result(spec: Spec, step: Step, state: Mapping[str, Any] | None) -> Result:
     return Result(arm=step.arm, records=step.records, run=dataclasses.replace(found, machine=seen))
 
 
-def _blocked(spec: Spec, contract: contracts.Contract, reasons: Sequence[str], options: arms.Options) -> dict[str, Any]:
-    reason = "; ".join(reasons)
-    category = {"category": "blocked_hardware"} if spec.workload else {}
+def broken(document: Document, options: arms.Options, reason: str) -> dict[str, Any]:
+    """The report of a sound spec, of several, that ended in an error: none of its judgments could be made."""
+    spec, contract, _ = check(document, options)
+    return _without_a_run(spec, contract, "ERROR", reason, options)
+
+
+def _without_a_run(
+    spec: Spec, contract: contracts.Contract, status: Status, reason: str, options: arms.Options
+) -> dict[str, Any]:
+    category = {"category": "blocked_hardware" if status == "BLOCKED" else "process"} if spec.workload else {}
     made = [
-        Verdict(judgment=j.check, subject=j.metric or "*", status="BLOCKED", reason=reason, evidence=category)
+        Verdict(judgment=j.check, subject=j.metric or "*", status=status, reason=reason, evidence=category)
         for j in spec.judgments
     ]
     report = reports.build(spec, contract, (), {}, made, None)

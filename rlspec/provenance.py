@@ -234,5 +234,6 @@ def _not_observed(provenance: Mapping[str, Any]) -> str:
         return f"what the arm imported cannot be read: {', '.join(provenance['unreadable'])} is no JSON"
     return (
         "no process told what it imported, so it cannot be shown that the commit's code ran: the command is no Python, "
-        "runs with -I, -E or -S, replaces PYTHONPATH, or ends by os._exit or a signal; use `isolation: checkout`"
+        "runs with -I, -E or -S, replaces PYTHONPATH (write `PYTHONPATH=src:$PYTHONPATH`), or ends by os._exit or a "
+        "signal; else use `isolation: checkout`, which does not depend on imports"
     )

@@ -41,7 +41,7 @@ class Reader:
     counters: tuple[str, ...] = ()
     sentinel: str = ""
     folders: bool = False
-    repeats: str = "a resumed run: keep one copy of these steps"
+    repeats: str = "several ranks, an evaluation, a progress bar or a resumed run: keep one line of each step"
 
     @property
     def losses(self) -> tuple[str, ...]:

@@ -79,7 +79,10 @@ class _Checkout:
         links = git.gitlinks(self.root, self.head)
         for commit in commits:
             if git.gitlinks(self.root, commit) != links:
-                raise SpecError(f"commit {commit[:12]} pins other submodule commits than HEAD; rlspec switches none")
+                raise SpecError(
+                    f"commit {commit[:12]} pins other submodule commits than HEAD; rlspec switches none: run each side "
+                    "in a checkout of its own, and judge the logs with `rlspec judge`"
+                )
             if blocked := self._blocked(commit):
                 raise SpecError(
                     f"checking out {commit[:12]} would overwrite {listed(blocked)} in {self.root}; "

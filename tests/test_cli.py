@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import click
 import pytest
@@ -16,6 +17,7 @@ import yaml
 from jsonschema import Draft7Validator
 
 from rlspec import cli, schema
+from tests.gitrepo import commit, git
 from tests.processes import LONG, wait_for
 from tests.tiny import parity, report, rlspec, run_folder, save, starts, statuses, training
 
@@ -251,6 +253,23 @@ def test_a_report_for_several_specs_is_refused_before_anything_runs(here):
     training(here / "b")
     done = rlspec("run", ".", "-o", "x.json")
     assert done.code == 2 and "several specs" in done.err and starts(here / "a") == 0
+
+
+def test_one_report_of_a_suite_of_specs(here):
+    """JUnit and Markdown hold all of them, also a spec that could not run."""
+    training(here / "a", name="one")
+    training(here / "b", name="second")
+    third = training(here / "c", name="third")
+    third.write_text(third.read_text().replace("- name: ", "- revision: HEAD\n  name: "))
+    git(here, "init", "-q")
+    commit(here, "a spec", {"c/spec.yaml": third.read_text()})
+    done = rlspec("run", "a", "b", "c", "-o", "all.xml", "-o", "all.md")
+    assert done.code == 4 and starts(here / "b") == 3, done.err
+    suites = ElementTree.parse(here / "all.xml").getroot().findall("testsuite")
+    assert [(one.get("name"), one.get("errors")) for one in suites] == [
+        ("correctness.one", "0"), ("correctness.second", "0"), ("correctness.third", "1")]  # fmt: skip
+    assert "uncommitted changes" in suites[2].find("testcase/error").get("message")
+    assert [(here / "all.md").read_text().count(name) > 0 for name in ("one", "second", "third")] == [True] * 3
 
 
 def test_reports_in_every_format(here):

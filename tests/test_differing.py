@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -129,3 +129,11 @@ def test_between_commits(repo: Path) -> None:
     other = commit(repo, "another", {"third.py": ""})
     assert differing.between(repo, [feature, other, feature]) == ["third.py"]
     assert differing.between(repo, [main]) == differing.between(repo, []) == []
+
+
+def test_files_beside_the_spec_are_the_checkouts_in_every_arm():
+    names = ["specs/cfg.json", "specs/model.py", "specs/README.md", "src/other.json"]
+    (told,) = differing.read_beside(names, PurePath("specs/spec.yaml"), "root = {{ spec_dir | py }}")
+    assert told.startswith("the commits differ in specs/cfg.json, and the template names spec_dir")
+    assert differing.read_beside(names, PurePath("specs/spec.yaml"), "no folder") == []
+    assert differing.read_beside(["specs/spec.yaml"], PurePath("specs/spec.yaml"), "spec_dir") == []

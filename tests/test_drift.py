@@ -42,12 +42,12 @@ def test_feature_runs_of_other_settings_are_judged_by_themselves() -> None:
     def declared(made, **environment):
         return replace(made, arm=replace(made.arm, environment=environment))
 
-    runs = [*three(0.125)[:2], declared(run("feat0", shifted(0.125)), FUSED="1"), run("feat1", shifted(0.6))]
+    runs = [*three(0.125)[:2], declared(run("feat0", shifted(-0.125)), FUSED="1"), run("feat1", shifted(0.6))]
     found = judge(runs)
     assert found.status == "INVESTIGATE" and found.statistic == pytest.approx(4.8) and "feat1 drifts" in found.reason
     assert any(note.startswith("feat0 of other settings: PASS, feat0 drifts 0.125") for note in found.notes)
     alike = [*runs[:2], *(declared(one, SEED=str(at)) for at, one in enumerate(runs[2:]))]
-    assert judge(alike).statistic == pytest.approx((0.125 + 0.6 + 0 + 0.475) / 4 / 0.125), "seeds are of one sample"
+    assert judge(alike).statistic == pytest.approx((0.125 + 0.6 + 0.25 + 0.475) / 4 / 0.125), "seeds are of one sample"
 
 
 @pytest.mark.parametrize(("bases", "used"), [(3, "3"), (4, "4"), (5, "5"), (6, "5")])
@@ -64,6 +64,30 @@ def test_calibrated_needs_three_base_runs_that_count() -> None:
         assert found.status == "ERROR" and "needs three base runs, 2 count" in found.reason
         assert wants_base_run(DRIFT, found, len(runs) - 1) is (len(runs) > 3), "lint has seen to the first"
         assert not wants_base_run(replace(DRIFT, max_base_runs=len(runs) - 1), found, len(runs) - 1)
+
+
+def test_a_feature_that_equals_a_base_run_is_no_run_where_runs_part() -> None:
+    found = judge(three(0.125))
+    assert (found.status, found.evidence["cause"]) == ("INVESTIGATE", "same_run")
+    assert found.reason.endswith("but feat0 equals base1 to the bit, and base runs differ: is it a run of its own?")
+    assert judge(three(0.0)).evidence["cause"] == "same_run"
+    few = [run(name, shifted(by, CURVE[:8])) for name, by in (("base0", 0), ("base1", 0.125), ("feat0", 0.125))]
+    assert judge(few).status == "PASS", "seven judged steps can be the same by chance"
+    assert judge(three(late(0.1, 4), late(0.1, 4))).status == "PASS", "a sparse floor is a few events, the same for all"
+    base, other, feature = three(0.0)
+    moved = run("base1", other.series["loss"].values, perturb={"weights": "1ulp", "seed": 1})
+    assert judge([base, moved, feature]).status == "PASS", "base1 was moved on purpose, and feat0 was not"
+    assert judge([base, moved, run("feat0", shifted(0.125))]).status == "INVESTIGATE"
+
+
+def test_flips_of_the_last_printed_digit_are_no_floor_for_what_differs_everywhere() -> None:
+    for feature, status in ((0.028, "INVESTIGATE"), (late(0.01, 3), "PASS")):
+        found = judge(three(feature, late(0.01, 1), resolution=0.005))
+        assert found.status == status and found.statistic is not None and found.statistic < 3
+    assert "units of the last printed digit (0.01), and feat0 differs on 31 of 31" in judge(
+        three(0.028, late(0.01, 1), resolution=0.005)
+    ).reason
+    assert judge(three(0.028, late(0.01, 1))).status == "PASS", "at full precision an event is an event"
 
 
 # Without a ratio

@@ -28,22 +28,23 @@ def test_every_figure_is_printed() -> None:
 
 
 def test_step_1_is_shown_and_not_gated() -> None:
-    found = judge(three([70.0, *[0.125] * 31], [0.0, *[0.125] * 31], resolution=5e-5))
+    found = judge(three([70.0, *[-0.125] * 31], [0.0, *[0.125] * 31], resolution=5e-5))
     assert found.status == "PASS" and found.statistic == pytest.approx(1)
     step = found.evidence["step_1"]
     assert step["values"] == {"base0": 4.0, "base1": 4.0, "feat0": 74.0}
     assert (step["base_delta"], step["feature_delta"], step["resolution"]) == (0.0, 70.0, 5e-5)
-    assert any("step 1 is not gated" in note and note.endswith("the forward itself moved") for note in found.notes)
+    (note,) = [note for note in found.notes if "step 1 is not gated" in note]
+    assert note.endswith("as if the forward itself had moved")
 
 
 def test_a_gradient_norm_at_step_1_moves_by_the_forward_or_the_backward() -> None:
     runs = three([70.0, *[0.125] * 31], [0.0, *[0.125] * 31], metric="grad_norm")
     (note,) = [note for note in judge(runs, replace(DRIFT, metric="grad_norm")).notes if "step 1" in note]
-    assert note.endswith("from base0 by 70 and the base runs by 0: the forward or the backward itself moved")
+    assert note.endswith("from base0 by 70 and the base runs by 0: as if the forward or the backward itself had moved")
 
 
 def test_a_floor_near_the_resolution_is_warned_of() -> None:
-    found = judge(three(0.0002, 0.0002, resolution=5e-5))
+    found = judge(three(-0.0002, 0.0002, resolution=5e-5))
     assert found.status == "PASS" and any("resolution" in note for note in found.notes)
     assert found.evidence["envelope_in_resolution_units"] == pytest.approx(2)
 

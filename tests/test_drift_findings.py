@@ -25,7 +25,7 @@ def test_joined_by_step_number_not_by_position() -> None:
 
 
 def test_faults_and_absent_metrics() -> None:
-    base, other, feature = three(0.125)
+    base, other, feature = three(-0.125)
     found = judge([base, other, replace(feature, faults={"loss": "step 17 is there twice, with 3.1 and 3.2"})])
     assert found.status == "ERROR" and found.reason == "feat0: step 17 is there twice, with 3.1 and 3.2"
     assert judge([base, replace(other, faults={"*": "truncated"}), feature]).status == "ERROR"
@@ -37,7 +37,7 @@ def test_faults_and_absent_metrics() -> None:
 
 
 def test_different_data_stop_everything() -> None:
-    base, other, feature = three(0.125)
+    base, other, feature = three(-0.125)
     found = judge([base, replace(other, data={1: "a", 2: "b"}), replace(feature, data={2: "c", 3: "d"})])
     assert found.status == "ERROR" and found.reason.startswith("different data at step 2: base1 read b")
     same = judge([base, replace(other, data={1: "a", 2: "b"}), replace(feature, data={2: "b", 3: "d"})])

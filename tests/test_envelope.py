@@ -75,7 +75,7 @@ def test_equal_base_runs_only_are_a_zero_floor() -> None:
 
 def test_only_a_jump_of_a_base_run_makes_the_fixture_unstable() -> None:
     base, other, _ = three(0.125)
-    feature = run("feat0", shifted(0.125), others={"grad_norm": JUMPY})
+    feature = run("feat0", shifted(-0.125), others={"grad_norm": JUMPY})
     assert judge([base, other, feature]).evidence["floor"] == "steady"
     falling = run("base1", shifted(0.125), others={"gradient-norm": [50.0 / (at + 1) for at in range(32)]})
     assert judge([base, falling, feature]).status == "PASS"

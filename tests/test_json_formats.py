@@ -113,6 +113,14 @@ def test_jsonl_faults(log, line, metric, words):
     assert points(run, "loss")[4] == 3.5
 
 
+def test_an_object_in_an_object_is_named_by_its_path(log):
+    rows = [{"step": step, "train": {"loss": 3 / step, "more": {"z": 1}}, "lr": 0.1} for step in (1, 2, 3)]
+    run = log(list(map(json.dumps, rows)), "jsonl")
+    assert points(run, "train/loss") == {1: 3.0, 2: 1.5, 3: 1.0}
+    assert set(run.series) == {"train/loss", "train/more/z", "lr"}
+    assert "twice" in log(['{"step": 1, "a/b": 1, "a": {"b": 2}}'], "jsonl").faults["*"]
+
+
 def test_the_largest_step_number(log):
     run = log(
         ['{"step": 9223372036854775807, "loss": 1.5}', '{"step": "3", "loss": 2.5}', '{"step": 4.0, "loss": 3}'],

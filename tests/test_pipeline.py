@@ -7,6 +7,7 @@ import os
 import subprocess
 
 import pytest
+import yaml
 
 from rlspec import linting, reports, runs, verdicts
 from rlspec.checks import CHECKS
@@ -40,6 +41,18 @@ def spec(here, seed=3, offset=0.0, judgment=None, features=None, **changes):
 
 def written(here):
     return (here / "workspace").exists() or (here / "logging").exists()
+
+
+def test_arms_that_left_one_old_log_are_no_runs(here):
+    """As a launcher does that prints a metrics file of another day."""
+    path = spec(here)
+    rlspec("run", path)
+    (log,) = (here / "logging").rglob("*-base0.log")
+    trainer = yaml.safe_load(path.read_text())["trainer"] | {"command": ["cat", str(log)]}
+    done = rlspec("run", save(path, yaml.safe_load(path.read_text()) | {"trainer": trainer}))
+    said = " ".join(done.out.split())
+    assert done.code == 4 and "is the log of base0 to the byte, with 6 values of step_time: a copy" in said
+    assert rlspec("judge", run_folder()).code == 4
 
 
 # A run, its folder, its report

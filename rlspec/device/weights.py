@@ -103,7 +103,7 @@ def _plan(
     model: Architecture, entries: Mapping[str, weight_files.Entry], master: torch.dtype, folder: Path
 ) -> list[Source]:
     """Which tensor goes where, so that each parameter is filled once."""
-    plan, problems = [], []
+    plan, problems, narrow = [], [], []
     for parameter, shape in model.parameter_shapes().items():
         whole = Source(parameter, shape, parameter, ())
         split = [] if parameter in entries else _of_experts(parameter, shape)
@@ -116,7 +116,10 @@ def _plan(
         elif entry.shape != source.shape:
             problems.append(f"{source.name} is {list(entry.shape)}, not {list(source.shape)}")
         elif torch.promote_types(entry.dtype, master) != master:
-            problems.append(f"{source.name} is {entry.dtype} and would be rounded to {master}")
+            narrow.append(f"{source.name} is {entry.dtype}")
+    if narrow:
+        others = f", and so are {len(narrow) - 1} others" if len(narrow) > 1 else ""
+        problems.append(f"{narrow[0]} and would be rounded to {master}{others}; `dtype: fp32` takes them as they are")
     used = {source.name for source in plan}
     used |= {_HEAD} if model.tie_word_embeddings else set()  # some files hold it all the same, see `_check_tie`
     problems += [f"{name} is no parameter of this model, or stands there twice" for name in entries if name not in used]

@@ -15,7 +15,8 @@ from rlspec.report.portable import portable
 __all__ = ["known", "portable", "save", "screen", "summary", "write", "writer"]
 
 Report = Mapping[str, Any]
-Writer = Callable[[Report], str]
+Writer = Callable[..., str]
+"""Of one report; Markdown and JUnit also of several."""
 
 ZIPPED = ".gz"
 WRITERS: dict[str, Writer] = {
@@ -34,18 +35,20 @@ def writer(path: Path) -> Writer:
     raise SpecError(f"cannot write a report to {path}: {what}; known are {', '.join(WRITERS)}, and .gz after them")
 
 
-def known(paths: Iterable[Path]) -> None:
-    """Raises SpecError if a report cannot be written to one of the paths; to be asked before anything runs."""
+def known(paths: Iterable[Path], several: bool = False) -> None:
+    """Raises SpecError if a report, or several, cannot be written to a path; to be asked before anything runs."""
     for path in paths:
-        writer(path)
+        if writer(path) is jsonfile.render and several:
+            why = "holds one report, and here are several specs; .xml and .md hold all, and each run its report.json"
+            raise SpecError(f"{path} {why}")
 
 
-def write(report: Report, path: Path) -> None:
-    """The report in the format that the suffix names, whole or not at all, `.gz` after it compressed.
+def write(path: Path, *reports: Report) -> None:
+    """The reports in the format that the suffix names, whole or not at all, `.gz` after it compressed.
 
     Raises SpecError and RunError.
     """
-    raw = writer(path)(jsonfile.restore(report)).encode()
+    raw = writer(path)(*map(jsonfile.restore, reports)).encode()
     if path.suffix.lower() == ZIPPED:
         raw = gzip.compress(raw, mtime=0)
     partial = path.with_name(f".{path.name}.partial")
@@ -61,7 +64,7 @@ def save(report: Report, paths: Iterable[Path], again: bool = True) -> None:
     """The report at each of the paths and, with `again`, as report.json in its run folder. Raises as `write`."""
     own = [Path(report["run"]["folder"]) / "report.json"] if again and report["run"] else []
     for path in [*own, *paths]:
-        write(report, path)
+        write(path, report)
 
 
 def summary(report: Report, environ: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""JUnit XML: a test suite for the report, a test case for each verdict."""
+"""JUnit XML: a test suite for each report, a test case for each verdict."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Verdict = Mapping[str, Any]
 ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def render(report: Report) -> str:
+def render(*reports: Report) -> str:
     """FAIL and INVESTIGATE are failures, ERROR is an error, N/A and BLOCKED are skipped, PASS and MEASURED pass.
 
     A control that came out as expected passes as a whole; what it came out as stands in its output.
     """
     suites = ET.Element("testsuites")
-    suites.append(suite(report))
+    suites.extend(map(suite, reports))
     ET.indent(suites)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(suites, encoding="unicode") + "\n"
 

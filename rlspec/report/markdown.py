@@ -15,8 +15,12 @@ SPECIAL = re.compile(r"[&<>|\\`*\[\]~]|(?<![^\W_])_|_(?![^\W_])")
 TAIL, LONGEST = 40, 400
 
 
-def render(report: Report) -> str:
-    """The report in GitHub's Markdown; names and reasons are text in it, whatever characters they hold."""
+def render(*reports: Report) -> str:
+    """Reports in GitHub's Markdown; names and reasons are text in it, whatever characters they hold."""
+    return "\n".join(map(_one, reports))
+
+
+def _one(report: Report) -> str:
     blocks = [
         _header(report),
         *(_matrix(report, cell_figures) if cell_figures.is_cells(report) else ()),

@@ -31,7 +31,7 @@ def test_an_unknown_suffix_lists_the_known(name: str, what: str) -> None:
 
 def test_write_makes_the_folder_and_leaves_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.json"
-    report.write(samples.load("correctness-fail"), path)
+    report.write(path, samples.load("correctness-fail"))
     assert samples.parse(path.read_text(encoding="utf-8")) == samples.load("correctness-fail")
     assert [one.name for one in path.parent.iterdir()] == ["report.json"]
 
@@ -39,11 +39,11 @@ def test_write_makes_the_folder_and_leaves_nothing_else(tmp_path: Path) -> None:
 def test_a_report_that_cannot_be_written_is_an_error_and_the_old_one_stays(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(RunError, match="cannot write the report to .*file/report.json"):
-        report.write(samples.load("correctness-fail"), tmp_path / "file" / "report.json")
+        report.write(tmp_path / "file" / "report.json", samples.load("correctness-fail"))
     old = tmp_path / "report.json"
     old.write_text("old", encoding="utf-8")
     with pytest.raises(TypeError):
-        report.write({"verdicts": object()}, old)
+        report.write(old, {"verdicts": object()})
     assert old.read_text(encoding="utf-8") == "old"
 
 
@@ -68,8 +68,8 @@ def test_every_writer_takes_a_report_read_as_plain_json(tmp_path: Path) -> None:
     made["verdicts"][0]["statistic"] = float("inf")
     loaded = json.loads(jsonfile.render(made))
     for suffix in report.WRITERS:
-        report.write(loaded, tmp_path / f"loaded{suffix}")
-        report.write(made, tmp_path / f"made{suffix}")
+        report.write(tmp_path / f"loaded{suffix}", loaded)
+        report.write(tmp_path / f"made{suffix}", made)
         assert (tmp_path / f"loaded{suffix}").read_text() == (tmp_path / f"made{suffix}").read_text()
     assert "| inf |" in (tmp_path / "loaded.md").read_text()
 
