@@ -245,7 +245,7 @@ def _same_run(envelope: Envelope) -> tuple[str, str] | None:
 
     They may equal each other on a sparse floor, which is a few events, and where the other base run was perturbed.
     """
-    if envelope.sparse or envelope.cross[0][0].steps < ONE_SIDED_FROM:
+    if envelope.sparse or min(pair.differing for pair in envelope.base_pairs) < ONE_SIDED_FROM:
         return None
     for pair in (pair for row in envelope.cross for pair in row):
         if not pair.differing and (not envelope.perturbed or pair.a in envelope.perturbed):

@@ -72,7 +72,7 @@ def test_a_feature_that_equals_a_base_run_is_no_run_where_runs_part() -> None:
     assert found.reason.endswith("but feat0 equals base1 to the bit, and base runs differ: is it a run of its own?")
     assert judge(three(0.0)).evidence["cause"] == "same_run"
     few = [run(name, shifted(by, CURVE[:8])) for name, by in (("base0", 0), ("base1", 0.125), ("feat0", 0.125))]
-    assert judge(few).status == "PASS", "seven judged steps can be the same by chance"
+    assert judge(few).status == "PASS", "runs that part on seven steps can be the same by chance"
     assert judge(three(late(0.1, 4), late(0.1, 4))).status == "PASS", "a sparse floor is a few events, the same for all"
     base, other, feature = three(0.0)
     moved = run("base1", other.series["loss"].values, perturb={"weights": "1ulp", "seed": 1})
