@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlspec import chains
+from rlspec import chains, nodes
 from rlspec.architecture import Architecture
 from rlspec.chains import Cell
 from rlspec.model import Row
@@ -36,7 +36,7 @@ class Asked:
     cannot_fail: str = "note"
 
     def row(self, judgment: str) -> Row:
-        """The row of a judgment. Of accuracy: that of a whole model; an absolute one with pinned weights alone."""
+        """The row of a judgment. Of accuracy: that of a whole model; with pinned weights the absolute one, if any."""
         if judgment not in chains.ACCURACY:
             return self.resolve(judgment, "logprob" if judgment.startswith("forward") else "reduction")
         if self.weights["source"] != "seeded":
@@ -49,6 +49,20 @@ class Asked:
         """Of what is measured as an error: those of accuracy, and of attention through a cache."""
         row = self.resolve("forward_accuracy", "attention") if judgment == "kv_cache" else self.row(judgment)
         return dict(row.limits)
+
+    def beside(self, judgment: str) -> Mapping[str, float]:
+        """The limits to plain torch that hold beside those of an absolute row of accuracy; none beside other rows."""
+        if judgment not in chains.ACCURACY or "atol" not in self.row(judgment).limits:
+            return {}
+        row = self.resolve(judgment, chains.SUBJECT)
+        gates = row.status in ("applicable", "optional") and "baseline_ratio" in row.limits
+        return row.limits if gates else {}
+
+    def problem(self, line: Mapping[str, Any]) -> str | None:
+        """Why an error leaves its limits, or None."""
+        # An absolute limit was fitted to other weights: zeros pass it where a gradient is small, and plain torch ran.
+        both = (line["limits"], self.beside(line["judgment"]))
+        return next(filter(None, (nodes.accuracy_problem(line, limits) for limits in both if limits)), None)
 
     def ratio(self, judgment: str) -> float | None:
         """How far a node may err beside plain torch: by the row of a whole model, whichever judges the log-probs."""

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlspec import chains, nodes
+from rlspec import chain_backward, chains
 from rlspec.cells import Finding
 from rlspec.chain_asked import Asked, trace_of
 from rlspec.layouts import CANONICAL
 
-# What has no parameter, and whose gradient goes on into that of a parameter before any other is met.
-THROUGH = {
-    "q_norm": ("attention", "rope"), "k_norm": ("attention", "rope"), "v_proj": ("attention",),
-    "o_proj": ("residual_add",), "down_proj": ("residual_add",), "gate_proj": ("activation",),
-    "up_proj": ("activation",), "gate_up_proj": ("combine", "activation"), "gate": ("combine",),
-    "lm_head": ("logprob",),
-}  # fmt: skip
 LOSS = {"layer": None, "name": "loss", "operator": "loss", "phase": "forward"}
 # About what the nearest number is off by: half a unit in the last place of the largest significand; of the smallest,
 # twice that.
@@ -38,7 +31,7 @@ def place(first: Mapping[str, Any] | None, *, accuracy: bool = False) -> str:
     layer = "" if first["layer"] is None else f"layer {first['layer']}, "
     at = f", sample {first['sample']} position {first['position']}" if "sample" in first else ""
     way = (_ERRORS if accuracy else _WAYS).get(first.get("phase", ""), "; they part at ")
-    through = f", which comes through {' and '.join(first['through'])}" if accuracy and first.get("through") else ""
+    through = f", which comes through {_listed(first['through'])}" if accuracy and first.get("through") else ""
     return f"{way}{layer}{first['name']} ({first['operator']}){at}{through}"
 
 
@@ -50,24 +43,44 @@ def divergence(
         trace = trace_of(measured, judgment, name)
         if trace and trace["first"]:
             return dict(trace["first"])
-        return _of_parameter(tensors[-1]) if judgment == "gradient_invariance" and tensors else None
+        return _of_parameter(chain_backward.first(tensors)) if judgment == "gradient_invariance" and tensors else None
     trace = trace_of(measured, "forward_invariance", name)
-    if trace and trace["first"] and not _canonical_fails(measured, judgment):
+    if trace and trace["first"] and not _canonical_fails(measured, judgment, asked):
         return dict(trace["first"])  # the cell has left the canonical one, which is sound
     ratio = asked.ratio(judgment)
     if ratio is not None and (found := next(_beyond(measured, ratio, asked), None)):
         return {**dict(zip(("layer", "name", "operator"), found, strict=True)), "phase": "forward"}
     if judgment == "gradient_accuracy":
-        return _of_parameter(tensors[-1])
+        worst = chain_backward.first(tensors)
+        through = chain_backward.through(worst, asked.model, _surely_right(measured, name, asked))
+        return {**_of_parameter(worst), **({"through": through} if through else {})}
     return None if ratio is None else dict(LOSS)
 
 
-def _canonical_fails(measured: Mapping[str, Any], judgment: str) -> bool:
+def _surely_right(measured: Mapping[str, Any], name: str, asked: Asked) -> Callable[[str], bool]:
+    """Of a parameter, whether its gradient errs by half of what the row allows beside plain torch, or less."""
+    judgment, ratio = "gradient_accuracy", asked.ratio("gradient_accuracy")
+    lines = {line["tensor"]: line for line in measured["comparisons"]
+             if (line["judgment"], line["configuration"]) == (judgment, name)}  # fmt: skip
+
+    def right(tensor: str) -> bool:
+        found, theirs = (float(one) for one in (lines[tensor]["rms"], lines[tensor]["yardstick"]["torch_rms"]))
+        return ratio is not None and found <= ratio / 2 * theirs
+
+    return right
+
+
+def _listed(names: Sequence[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _canonical_fails(measured: Mapping[str, Any], judgment: str, asked: Asked) -> bool:
     """Whether the canonical cell, of which the depth tells, is itself outside; one that cannot be judged is not."""
     lines = (line for line in measured["comparisons"]
              if (line["judgment"], line["configuration"]) == (judgment, CANONICAL))  # fmt: skip
     try:
-        return any(nodes.accuracy_problem(line, line["limits"]) for line in lines if line["limits"] is not None)
+        return any(asked.problem(line) for line in lines if line["limits"] is not None)
     except KeyError:
         return False
 
@@ -124,7 +137,7 @@ def _others(routes: Mapping[str, Any]) -> str:
 
 
 def _of_parameter(name: str) -> dict[str, Any]:
-    """The node of a parameter whose gradient alone is wrong; the backward meets the last parameter first."""
+    """The node of a parameter whose gradient is wrong where no result of the forward is."""
     parts = name.removeprefix("model.layers.").removesuffix(".weight")
     number, _, rest = parts.partition(".")
     layer, short = (int(number), rest) if number.isdigit() else (None, parts)
@@ -132,9 +145,7 @@ def _of_parameter(name: str) -> dict[str, Any]:
              ("lm_head", "lm_head"), ("experts", "grouped_gemm"), ("mlp.gate_proj", "det_gemm"),
              ("mlp.gate", "router"))  # fmt: skip
     operator = next((operator for part, operator in known if part in short), "det_gemm")
-    found = {"layer": layer, "name": short, "operator": operator, "phase": "weight gradient"}
-    through = THROUGH.get(short.rpartition(".")[2], ())
-    return {**found, "through": list(through)} if through else found
+    return {"layer": layer, "name": short, "operator": operator, "phase": "weight gradient"}
 
 
 def drift(measured: Mapping[str, Any], judgment: str, name: str) -> list[Any]:

@@ -57,7 +57,8 @@ _ROUTED: Mapping[str, Types] = {
 # Of records whose lines tell which calls a decoder met; a report may be of an rlspec that did not.
 CALLS = "calls_seen"
 _MORE: Mapping[str, Mapping[str, Types]] = {
-    "depth": _ROUTES, "weights": _CONFIG, "run": {CALLS: (bool,)}, "cell": {"ran": (list,)}, "comparison": _OPTIONAL,
+    "depth": _ROUTES, "weights": _CONFIG, "run": {CALLS: (bool,), "backward": (bool,)}, "cell": {"ran": (list,)},
+    "comparison": _OPTIONAL,
 }  # fmt: skip
 _LISTS = {  # records of which there are many -> where an arm has them
     "phase": "phases", "cell": "cells", "logprobs": "logprobs", "trace": "traces", "operator": "operators",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rlspec import chains, dlogp, nodes
+from rlspec import chains, dlogp
 from rlspec.cells import Finding
 from rlspec.chain_asked import PARITY, Asked, Lines, bits, has, trace_of, values_of
 from rlspec.chain_places import LOSS, divergence, drift, misrouted, place, rerouted, silent, strayed
@@ -42,7 +42,7 @@ def judge(measured: Mapping[str, Any], asked: Asked) -> Iterator[tuple[str, str,
                 finding = stopped or _finding(measured, judgment, name, wanted, row, asked)
                 if finding.category in ("green", "measured") and (hidden := unseen(measured)):
                     finding = Finding(category="red_provenance", reason=hidden)
-            notes = (*finding.notes, *_unnamed(measured))
+            notes = (*finding.notes, *_unsaid(measured))
             yield judgment, name, row, replace(finding, evidence={**finding.evidence, **_ran(measured)}, notes=notes)
 
 
@@ -75,7 +75,7 @@ def _compared(measured: Mapping[str, Any], lines: Lines, judgment: str, name: st
     accuracy = judgment in chains.ACCURACY
     if accuracy and row.status != "measured" and (misled := misrouted(measured, judgment, asked)):
         return replace(misled, evidence={"comparisons": len(lines)})
-    problems = [(line, _problem(line, row)) for line in lines]
+    problems = [(line, _problem(line, row, asked)) for line in lines]
     wrong = [(line, problem) for line, problem in problems if problem is not None]
     statistic = _statistic(lines, accuracy)
     evidence: dict[str, Any] = {"comparisons": len(lines), "outside": len(wrong)}
@@ -86,14 +86,16 @@ def _compared(measured: Mapping[str, Any], lines: Lines, judgment: str, name: st
     if row.status == "measured":
         return Finding(category="measured", reason="not gated", statistic=statistic, evidence=evidence)
     if not wrong:
-        reason = f"all {len(lines)} {'errors are within the row' if accuracy else 'are equal to the bit'}"
+        beside = bool(asked.beside(judgment))
+        within = f"errors are within the row{', and beside plain torch' * beside}"
+        reason = f"all {len(lines)} {within if accuracy else 'are equal to the bit'}"
         if judgment == "decode_prefill" and "max" in row.limits:
             reason = f"no log-prob is farther off than {row.limits['max']:g}"
         notes = tuple(silent(measured, judgment, name))
         if notes:
             evidence["first_divergence"] = divergence(measured, judgment, name, [], asked)
         notes += (*rerouted(measured, judgment, name), *strayed(measured, judgment, name, asked))
-        loose = [line["tensor"] for line in lines if accuracy and _passes_zeros(line)]
+        loose = [line["tensor"] for line in lines if accuracy and not beside and _passes_zeros(line)]
         if loose:
             zeros = f"the row would also pass zeros in {len(loose)} of {len(lines)} tensors, first {loose[0]}"
             evidence["passes_zeros"] = loose[:20]
@@ -119,9 +121,9 @@ def _statistic(lines: Lines, accuracy: bool) -> float:
     return float(sum(counts))
 
 
-def _problem(line: Mapping[str, Any], row: Row) -> str | None:
+def _problem(line: Mapping[str, Any], row: Row, asked: Asked) -> str | None:
     if line["limits"] is not None:
-        return nodes.accuracy_problem(line, line["limits"])
+        return asked.problem(line)
     if "max" in row.limits:
         gaps = [abs(float(a) - float(b)) for a, b in line.get("dlogp", [])]
         if not gaps:
@@ -263,7 +265,10 @@ def _aggregates(pair: Pair, asked: Asked) -> dict[str, Any]:
     return dlogp.aggregates(pair, lambda name: asked.resolve(name, "*"))
 
 
-def _unnamed(measured: Mapping[str, Any]) -> Iterator[str]:
+def _unsaid(measured: Mapping[str, Any]) -> Iterator[str]:
+    """What no verdict says by itself, of any of them; older records always hold a backward."""
+    if measured["run"].get("backward") is False:
+        yield "no judgment of gradients is asked for: no backward ran, and what ran was seen in forwards alone"
     weights = measured["weights"] or {}
     if "config" in weights and weights["config"] is None:
         yield "the folder of weights has no config.json: only the shapes of its tensors say that they are of this model"

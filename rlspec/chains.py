@@ -16,14 +16,19 @@ from rlspec.workloads import Chain, Decode, Sample, Tier, Workload
 
 INVARIANCE = ("forward_invariance", "gradient_invariance")
 ACCURACY = ("forward_accuracy", "gradient_accuracy")
+GRADIENTS = ("gradient_invariance", "gradient_accuracy")
 STATEFUL = ("train_inference_parity", "decode_prefill", "kv_cache")
 JUDGMENTS = ("forward_accuracy", "forward_invariance", "gradient_accuracy", "gradient_invariance", *STATEFUL)
 ACROSS = "cross_arm_invariance"  # asked for by name alone: it needs a second arm
 ONLY_GRADIENTS = "BN/micro_batches"
-CELLS = (
+# Chunks of one token, where it is named. No larger chunk gives a call of one token a gradient: what it may leave is the
+# last token of a sample, which predicts nothing.
+TOKENS = "B1/tokens"
+STANDARD = (
     *("B1/full", "BN/chunked", "B1/chunked", "BN/padded_right", "BN/padded_left", "BN/permuted", "BN/packed"),
     ONLY_GRADIENTS,
 )
+CELLS = (*STANDARD, TOKENS)
 CACHES = ("contiguous", "paged")
 RESCORE = "B1/rescore"
 EXECUTIONS = (RESCORE, "B1/decode", "B1/paged", "B1/chunked", "BN/decode")  # of inference
@@ -64,7 +69,7 @@ def cells(chain: Chain, names: Sequence[str] = ()) -> tuple[Cell, ...]:
     tier = chain.tier
     if short := [sample.id for sample in tier.samples if sample.first or not 0 < sample.prompt < sample.length]:
         raise ValueError(f"sample {short[0]} needs a prompt, active tokens behind it, and all queries")
-    wanted = names or chain.cells or tuple(name for name in CELLS if name != ONLY_GRADIENTS or chain.micro_batches)
+    wanted = names or chain.cells or [name for name in STANDARD if name != ONLY_GRADIENTS or chain.micro_batches]
     made = [Cell(name=CANONICAL, layout=Layout(name=CANONICAL, calls=tuple(_rows(tier))))]
     made += [_cell(chain, name) for name in CELLS if name in wanted]
     seen: dict[str, str] = {}
@@ -95,7 +100,7 @@ def _cell(chain: Chain, name: str) -> Cell:
         calls = [_call(tier, [[index] for index in batch]) for batch in _batches(chain)]
     else:
         calls = _rows(tier)
-    chunk = tier.chunk if name.endswith("chunked") else 0
+    chunk = 1 if name == TOKENS else tier.chunk if name.endswith("chunked") else 0
     return Cell(name=name, layout=Layout(name=name, calls=tuple(calls)), chunk=chunk)
 
 

@@ -79,7 +79,7 @@ def test_the_right_model_passes_every_judgment(outcomes):
     assert {one["status"] for one in made["verdicts"]} == {"PASS"}
     assert {one["judgment"] for one in made["verdicts"]} == set(JUDGMENTS)
     compared = [one for one in made["measured"]["canonical"]["comparisons"] if one["judgment"] == "gradient_invariance"]
-    assert len(compared) == 8 * 47  # 2 + 4 layers × 11 + 1 tensors
+    assert len(compared) == 9 * 47  # 2 + 4 layers × 11 + 1 tensors
 
 
 @pytest.mark.parametrize("spec", CONTROLS, ids=lambda spec: spec.stem)

@@ -16,10 +16,10 @@ ROWS = (
     | {"config_json", "tables"},
     {"architecture", "git", "locks", "nvcc", "progress", "failure", "shapes", "compare", "logprob_lines", "layouts"},
     {"changes", "journal", "output", "formats", "columns", "joining", "student", "logprobs", "nodes", "chains"}
-    | {"weight_folders"},
+    | {"weight_folders", "chain_backward"},
     {"checkout", "child", "json_formats", "pairing", "fallbacks", "measurements", "recordings"},
     {"trainer_formats"},
-    {"trees", "readers", "hints", "dlogp_statistics", "cells", "chain_records"},
+    {"trees", "readers", "hints", "dilution", "dlogp_statistics", "cells", "chain_records"},
     {"document", "rules"},
     {"schema", "trainers", "engines", "token_files"},
     {"catalog", "records"},

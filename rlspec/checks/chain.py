@@ -51,6 +51,16 @@ def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         yield from operators.mapped(document, pointer, given)
 
 
+def tables(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    try:
+        entry = chain_sizes.of(catalog.whole(data["model"], document.path.parent))
+    except (SpecError, ValueError):
+        return  # said of the model
+    due = chains.operators(entry, data.get("profile", PROFILE))
+    remedy = f"a model runs all of them: add them to it, or map each operator and leave these to {nodes.DEFAULT}"
+    yield from operators.short_tables(document, data, due, remedy)
+
+
 def model(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     yield from common.decoded(document, data["model"], "a chain takes all sizes from the model entry")
 
@@ -100,6 +110,7 @@ def contract_rows(document: Document, data: dict[str, Any]) -> Iterator[Problem]
 
 RULES: tuple[tuple[common.Rule, tuple[str, ...]], ...] = (
     (arms, ("arms", "judgments")),
+    (tables, ("arms", "model", "profile")),
     (model, ("model",)),
     (workload, ("workload", "cells", "judgments")),
     (weights, ("weights",)),

@@ -137,11 +137,15 @@ def operators(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
 
 
 def tables(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
-    """Operators that a table of the user's own lacks, as far as its source beside the spec tells."""
     try:
         due = _due(document, data)
     except (SpecError, KeyError):
         return  # said by the rules of the model and the workload
+    yield from short_tables(document, data, due, "add them to it, or name under operators: what is to be judged")
+
+
+def short_tables(document: Document, data: dict[str, Any], due: Sequence[str], remedy: str) -> Iterator[Problem]:
+    """Operators of those due that a table of the user's own lacks, as far as its source beside the spec tells."""
     for index, arm in enumerate(data["arms"]):
         for table, asked in _asked(arm["implementation"], due).items():
             if not _TABLE.fullmatch(table) or _elsewhere(data, arm):
@@ -150,9 +154,7 @@ def tables(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
             if held is not None and (missing := [name for name in asked if name not in held]):
                 message = f"{table} of arm {arm['name']} has no operator {', '.join(missing)}"
                 known = ", ".join(name for name in due if name in held)
-                hint = (
-                    f"add them to it, or name under operators: what is to be judged; it has {known or 'none of these'}"
-                )
+                hint = f"{remedy}; it has {known or 'none of these'}"
                 yield common.at(document, f"/arms/{index}/implementation", "RL312", message, hint)
 
 

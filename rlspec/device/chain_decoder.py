@@ -35,7 +35,7 @@ Samples = Sequence[tuple[Span, Segments]]
 
 
 class TrainingDecoder(Decoder):
-    """See the module. `begin` comes before each forward; each forward is followed by its backward.
+    """See the module. `begin` comes before each forward; each forward is followed by its backward, if `backward`.
 
     Doors to override: those of `Decoder`, and `attention_forward` and `attention_backward`. With `recompute` an
     operator that owns nothing keeps its arguments alone, of a weight the parameter that it comes from, and runs again
@@ -44,6 +44,7 @@ class TrainingDecoder(Decoder):
 
     ledger: Ledger
     recompute: bool
+    backward: bool = True  # whether one follows, so that an operator without one must not be
     samples: Samples
     stored: torch.dtype
 
@@ -128,6 +129,8 @@ class TrainingDecoder(Decoder):
         if not x.is_floating_point():
             out = out.detach().requires_grad_()  # nothing is behind an embedding
         if not out.requires_grad:
+            if not self.backward:
+                return out
             raise NoBackward(f"{use.name}: no gradient flows through its operator")
         held = [(x.detach(), make)]
 

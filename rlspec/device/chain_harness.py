@@ -78,6 +78,7 @@ def _head(session: Session, blocked: str | None) -> None:
         estimate_gib=round(session.memory.least / _GIB, 1),
         faulty=on.fault,
         calls_seen=True,
+        backward=session.backward,
     )
 
 
@@ -131,7 +132,10 @@ def _load(session: Session) -> None:
 
 
 def _provenance(session: Session) -> None:
-    """The first sample trained and decoded once more, operator by operator, and under the profiler on a GPU."""
+    """The first sample trained and decoded once more, operator by operator, and under the profiler on a GPU.
+
+    Where no judgment is of gradients, in forwards alone: kernels of one's own may have nothing else.
+    """
     session.step("provenance")
     on, observer = session.on, Observer(session.on.operators())
     made = session.training(ObservedPass, on.operators())

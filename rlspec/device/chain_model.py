@@ -61,7 +61,8 @@ class TrainingPass:
 
     `tokens`: the ids of each sample of the tier, then of its company, which stands beside them and is not trained on.
     `loss_weights`: one a position for each sample, 1 if left out (see `logical_weights`). `dtype`: the working dtype,
-    if not the decoder's. The parameters are the decoder's own and are left as they are.
+    if not the decoder's. The parameters are the decoder's own and are left as they are. Without `backward` the forward
+    is that of training, and there are no gradients.
     Raises ValueError for tokens and weights that do not fit, and for samples without a prompt or with earlier keys.
     """
 
@@ -78,9 +79,11 @@ class TrainingPass:
         pad_token: int = 0,
         dtype: torch.dtype | None = None,
         recompute: bool = False,
+        backward: bool = True,
     ) -> None:
         self.decoder = self.decoder_type.of(decoder, operators, dtype=dtype, recompute=recompute)
         self.tier, self.pad_token = tier, pad_token
+        self.backward = self.decoder.backward = backward
         self.device = next(decoder.parameters()).device
         _check_samples(tier, tokens, pad_token, decoder.architecture.vocab_size)
         self.tokens = [torch.tensor(ids, dtype=torch.int64, device=self.device) for ids in tokens]
@@ -104,7 +107,7 @@ class TrainingPass:
         for call in layout.calls:
             found |= self._call(call, ledger, chunk_size, capture)
         logprobs = torch.cat([found[index] for index in range(len(self.tier.samples))])
-        gradients = ledger.finish(name for name, _ in self.decoder.named_parameters())
+        gradients = ledger.finish(name for name, _ in self.decoder.named_parameters()) if self.backward else {}
         return Trained(logprobs=logprobs, gradients=gradients, accumulated_by=ledger.accumulated_by)
 
     def denominator(self, call: Call) -> int:
@@ -131,10 +134,11 @@ class TrainingPass:
             chunk_size=chunk_size,
             capture=None if capture is None else _restoring(capture, chunks, self.device),
         ).logprobs
-        if not logprobs.requires_grad:
-            raise NoBackward("no gradient flows through the log-probs")
-        torch.autograd.backward(logprobs, self.upstream(call, logprobs.dtype))
-        ledger.end()
+        if self.backward:
+            if not logprobs.requires_grad:
+                raise NoBackward("no gradient flows through the log-probs")
+            torch.autograd.backward(logprobs, self.upstream(call, logprobs.dtype))
+            ledger.end()
         return {run.sample: logprobs.detach()[self._predicting(run)].clone() for run in self._judged(call)}
 
     def _predicting(self, run: layouts.Run) -> tuple[int, slice]:

@@ -96,7 +96,7 @@ class ObservedDecoder(TrainingDecoder):
 
 
 class ObservedPass(TrainingPass):
-    """One call forward and back, for what it launches alone."""
+    """One call forward and back, if gradients are asked for, for what it launches alone."""
 
     decoder_type = ObservedDecoder
 

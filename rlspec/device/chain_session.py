@@ -61,6 +61,11 @@ class Session:
         """Whether the spec asks for one of these."""
         return bool(set(judgments) & set(self.on.judgments))
 
+    @property
+    def backward(self) -> bool:
+        """Whether anything asks for gradients; else no operator need have a backward."""
+        return self.asked(*chains.GRADIENTS)
+
     def step(self, name: str) -> None:
         """Where the run is, for messages; also what a person who waits sees."""
         self.at = name
@@ -82,7 +87,8 @@ class Session:
         assert self.decoder is not None
         loss_weights = logical_weights(tier) if on.chain.loss_weights == "logical" else None
         tokens = [on.tokens(sample) for sample in (*tier.samples, *tier.company)]
-        return kind(self.decoder, operators, tier, tokens, loss_weights=loss_weights, pad_token=on.pad_token, **options)
+        options |= {"loss_weights": loss_weights, "pad_token": on.pad_token, "backward": self.backward}
+        return kind(self.decoder, operators, tier, tokens, **options)
 
     def engine(self) -> Engine:
         """The arm's engine of inference."""

@@ -175,7 +175,7 @@ class Inference:
             return {"layer": layer, "sample": sample.id, "position": sample.length - 1}
 
         self.lines.bits("kv_cache", name, "attention", got, direct, against="direct", place=last)
-        self.lines.near("kv_cache", name, "attention", got, exact, yardstick(plain, exact))
+        self.lines.near("kv_cache", name, "attention", got, exact, yardstick(plain, exact), last)
 
     def _direct(self, walk: Walk, layer: int, index: int) -> tuple[Tensor, ...]:
         """[Hq, D] each: the last call's attention of a sample; then on its keys and values as they were written, by

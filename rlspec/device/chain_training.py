@@ -99,7 +99,7 @@ class Cells:
     @property
     def _resident(self) -> bool:
         """Whether two more sets of gradients fit beside those of a cell."""
-        if self.on.device.type != "cuda":
+        if self.on.device.type != "cuda" or not self.session.backward:
             return True
         return self.session.memory.resident <= _SHARE * self.session.total_memory()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import types
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -138,14 +138,28 @@ def test_a_packed_cell_that_fails_with_the_canonical_one_fails_where_that_does(c
     assert verdict.evidence["first_divergence"]["operator"] == operator
 
 
-def test_a_gradient_that_errs_behind_a_sound_forward_is_not_said_to_be_where_the_error_arose():
+@pytest.mark.parametrize(
+    ("wrong", "times", "told"),
+    [
+        (("layers.0", "embed"), 10, "layer 0, mlp.down_proj (det_gemm), which comes through residual_add and "
+                                    "input_layernorm of layer 1"),
+        (("layers", "norm", "embed"), 10, "model.norm (rms_norm), which comes through lm_head"),
+        (("layers.1.self_attn.o_proj", "layers.1.mlp.down_proj"), 10, "layer 1, mlp.down_proj (det_gemm)"),
+        # A gradient that the row passes, though not by far, clears nothing that it came through.
+        (("layers.1.self_attn.v_proj",), 10, "layer 1, self_attn.v_proj (det_gemm), which comes through attention"),
+        (("layers.1.self_attn.v_proj", "layers.1.self_attn.k_norm/2"), 10, "layer 1, self_attn.v_proj (det_gemm), "
+                                                                          "which comes through attention and o_proj"),
+    ],
+)  # fmt: skip
+def test_a_gradient_that_errs_behind_a_sound_forward_is_not_said_to_be_where_the_error_arose(wrong, times, told):
+    """A fault in the backward of what it came through shows there first."""
     found = measured()
-    for name in ("model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"):
-        one = line(found, "gradient_accuracy", "BN/full", name)
-        one["rms"] = 10 * float(one["yardstick"]["torch_rms"])
+    for one in found["comparisons"]:
+        for name, _, less in (part.partition("/") for part in wrong):
+            if one["judgment"] == "gradient_accuracy" and name in one["tensor"]:
+                one["rms"] = float(less or times) * float(one["yardstick"]["torch_rms"])
     reason = judged(found)["gradient_accuracy", "BN/full"].reason
-    place = "the first gradient on the way back that does is that of layer 0, mlp.down_proj (det_gemm)"
-    assert f"{place}, which comes through residual_add" in reason  # a fault in that backward shows there first
+    assert reason.endswith(f"the first gradient on the way back that does is that of {told}")
 
 
 def test_results_on_the_way_that_err_are_told_beside_a_green_verdict():
@@ -174,6 +188,15 @@ def test_experts_that_no_row_can_hold_to_fp32_are_an_error():
     asked = types.SimpleNamespace(ratio=lambda judgment: None)
     misled = chain_places.misrouted(found, "forward_accuracy", asked)
     assert misled.category == "broken" and "forward_accuracy/chain has no baseline_ratio" in misled.reason
+
+
+def test_an_error_of_attention_through_a_cache_has_a_place():
+    found = measured()
+    one = line(found, "kv_cache", "bn-left/contiguous", "attention", "reference")
+    one["rms"] = 10 * float(one["yardstick"]["torch_rms"])
+    verdict = judged(found)["kv_cache", "bn-left/contiguous"]
+    assert said(verdict) == ("FAIL", "red_verdict")
+    assert re.search(r"first at layer \d sample c\d position \d+: ", verdict.reason), verdict.reason
 
 
 def test_not_a_number_is_red():
@@ -385,6 +408,25 @@ def test_absolute_limits_hold_for_pinned_weights_alone():
 
 def refused(made):
     return [problem for problem in chain.lint(made, ()) if problem.severity == "error"]
+
+
+def test_a_table_of_ones_own_has_every_operator_of_the_model(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    (tmp_path / "mine.py").write_text("table = {'rms_norm': 1, 'det_gemm': 1}\n")
+
+    def found(implementation, **changes):
+        made = spec(arms=[{"name": "a", "implementation": implementation}], **changes)
+        return refused(replace(made, path=tmp_path / "spec.yaml"))
+
+    known = {"model": "tiny-dense", "workload": "tiny-chain"}
+    ((rule, message, hint),) = [(one.rule, one.message, one.hint) for one in found("mine:table", **known)]
+    assert rule == "RL312" and hint.endswith("it has rms_norm, det_gemm")
+    assert message.startswith("mine:table of arm a has no operator embedding, qk_norm, ") and "swiglu" in message
+    assert not found({"det_gemm": "mine:table", "rope": "triton"}, **known)
+    (problem,) = found("mine:table", profile="hf", **known)
+    assert "silu" in problem.message and "swiglu" not in problem.message
+    (tmp_path / "mine.py").write_text("table = dict(silu=1)\n")
+    assert not found("mine:table", **known)  # what its source does not tell, the run will
 
 
 def test_pages_that_no_decoded_position_lies_behind_are_refused(tmp_path):

@@ -25,7 +25,7 @@ from rlspec.device import (
 from rlspec.device.chain_inference import Engine
 from rlspec.device.decoder import Decoder
 from rlspec.device.operators import Operators
-from tests.chain_runs import CONTROLS, judged, spec
+from tests.chain_runs import CONTROLS, judged, line, spec
 from tests.device.test_weight_files import write
 from tests.kernels.interpreted import gpu
 
@@ -161,6 +161,55 @@ def broken(gate, up):
     raise ValueError("no gate today")
 
 
+def forward_alone(operator):
+    def run(*arguments, **options):
+        with torch.no_grad():
+            return operator(*arguments, **options)
+
+    return run
+
+
+FORWARDS = {name: forward_alone(getattr(Operators("canonical"), name))
+            for name in chains.operators(read(catalog.model("small", CONTROLS)), "ws1")}  # fmt: skip
+
+
+def test_kernels_without_a_backward_are_judged_where_nothing_asks_for_gradients(tmp_path):
+    arm = {"name": "a", "implementation": f"{__name__}:FORWARDS"}
+    asked = {"judgments": ["forward_accuracy", "forward_invariance", *chains.STATEFUL], "cells": ["BN/packed"]}
+    for judgments in (asked["judgments"], ["decode_prefill"]):
+        made = judged(run(bench(arm, **{**asked, "judgments": judgments}), tmp_path), arms=[arm],
+                      **{**asked, "judgments": judgments})  # fmt: skip
+        assert {one.status for one in made.values()} == {"PASS"} and {name for name, _ in made} == set(judgments)
+        assert all("what ran was seen in forwards alone" in one.notes[0] for one in made.values())
+    asked["judgments"] = ["gradient_invariance"]
+    made = judged(run(bench(arm, **asked), tmp_path), arms=[arm], **asked)
+    assert {(one.status, one.evidence["category"]) for one in made.values()} == {("FAIL", "red_no_backward")}
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * dy
+
+
+def doubled(gate, up):
+    """The gate's gradient is wrong in a call of one token."""
+    alone = gate.shape[:2] == (1, 1)
+    return reference.swiglu(_Doubled.apply(gate) if alone else gate, up)
+
+
+def test_a_backward_that_is_wrong_for_a_single_token_is_found(tmp_path):
+    arm = {"name": "a", "implementation": {**dict.fromkeys(FORWARDS, "canonical"), "swiglu": f"{__name__}:doubled"}}
+    asked = {"judgments": ["gradient_invariance"], "cells": ["B1/chunked", "B1/tokens"]}
+    made = judged(run(bench(arm, **asked), tmp_path), arms=[arm], **asked)
+    assert {name: one.status for (_, name), one in made.items()} == {"B1/chunked": "PASS", "B1/tokens": "FAIL"}
+    assert "layer 1, mlp.act (swiglu)" in made["gradient_invariance", "B1/tokens"].reason
+
+
 def test_an_unknown_fault():
     with pytest.raises(ValueError, match="unknown fault 'x'; known: stale_cache"):
         chain_faults.lives("x")
@@ -267,11 +316,11 @@ def routed(folder, **arm):
 def test_two_experts_that_are_nearly_equal_change_places_and_that_is_no_error(tmp_path):
     """Against fp32 with experts of its own this run errs 18 times as much as plain torch."""
     routes, made = routed(tmp_path)
-    assert (routes["choices"], routes["tokens"], routes["of"], routes["wrong"]) == (1, 1, 30, 0)
+    assert (routes["choices"], routes["tokens"], routes["of"], routes["wrong"]) == (1, 1, 31, 0)
     assert {one.status for one in made.values()} == {"PASS"}
     assert made["gradient_accuracy", "BN/full"].evidence["largest_ratio_to_torch"] < 2
     (note,) = made["forward_accuracy", "BN/full"].notes
-    assert "1 of 30 tokens took other experts than fp32 would have, where its scores are 3.7e-05 apart" in note
+    assert "1 of 31 tokens took other experts than fp32 would have, where its scores are 3.7e-05 apart" in note
 
 
 def next_best(x, weight, *, top_k, choice=None, **options):
@@ -329,9 +378,27 @@ def test_experts_of_pinned_weights_are_gated_by_the_row_of_a_whole_model(tmp_pat
     for verdict in judged(found, "ws1", **asked).values():
         assert verdict.row.subject != "chain" and verdict.status == status, verdict
         assert status == "PASS" or "the router's scores err by more than the row allows" in verdict.reason
-    if status == "PASS":  # the published limits of gradients are above the gradients of a small model
-        loose = "the row would also pass zeros in"
-        assert any(loose in one for one in judged(found, "ws1", **asked)["gradient_accuracy", "BN/full"].notes)
-        rows = dataclasses.replace(contract.load("ws1", CONTROLS), cannot_fail="error")
-        verdict = judged(found, rows, **asked)["gradient_accuracy", "BN/full"]
-        assert (verdict.status, verdict.evidence["category"]) == ("ERROR", "cannot_fail") and loose in verdict.reason
+    if status == "PASS":
+        _zeros_are_outside(found, asked)
+
+
+def _zeros_are_outside(found, asked):
+    """The published limits of gradients are above the gradients of a small model: beside plain torch zeros fail."""
+    place, rows = ("gradient_accuracy", "BN/full"), contract.load("ws1", CONTROLS)
+    strict = dataclasses.replace(rows, cannot_fail="error")
+    loose = "the row would also pass zeros in"
+    assert not any(loose in one for one in judged(found, rows, **asked)[place].notes)
+    assert judged(found, strict, **asked)[place].status == "PASS"
+    unjudged = [{**contract.plain(row), **({"status": "measured"} if row.subject == "chain" else {})}
+                for row in rows.rows]  # fmt: skip
+    alone = contract.from_rows("ws1", unjudged)
+    assert any(loose in one for one in judged(found, alone, **asked)[place].notes)
+    verdict = judged(found, contract.from_rows("ws1", unjudged, "error"), **asked)[place]
+    assert (verdict.status, verdict.evidence["category"]) == ("ERROR", "cannot_fail") and loose in verdict.reason
+    zeros = line(found, *place, "model.layers.0.self_attn.q_norm.weight")
+    zeros |= {key: float(zeros[key]) / float(zeros[over]) for key, over in
+              (("rms", "relative_rms"), ("max_abs", "relative_peak"))}  # fmt: skip
+    assert judged(found, alone, **asked)[place].status == "PASS"
+    verdict = judged(found, rows, **asked)[place]
+    assert verdict.status == "FAIL" and "q_norm.weight: RMS error" in verdict.reason
+    assert "plain torch allows" in verdict.reason and "(ratio 3)" in verdict.reason
