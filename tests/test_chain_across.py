@@ -107,6 +107,9 @@ def test_gradients_that_no_judgment_asks_for_are_not_passed_over():
 
 
 def test_the_legend_tells_the_judgment_across_arms_from_the_invariances():
-    assert (
-        chain_figures.LEGEND.startswith("forward_ and gradient_invariance: ") and chains.ACROSS in chain_figures.LEGEND
-    )
+    def legend(*names):
+        return chain_figures.legend({"verdicts": [{"judgment": name} for name in names]})
+
+    assert set(chain_figures.COMPARED) == {*chains.JUDGMENTS, chains.ACROSS}
+    assert legend(*chains.JUDGMENTS).startswith("forward_ and gradient_invariance: every layout")
+    assert chains.ACROSS not in legend(*chains.JUDGMENTS) and legend(chains.ACROSS).startswith(chains.ACROSS)

@@ -108,7 +108,10 @@ class TrainingDecoder(Decoder):
     def attention_forward(self, at: Site, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """A chunk's queries [B, T, Hq, D] and all keys up to its end -> out and log-sum-exp [B, T, Hq]."""
         operator: Any = self.operators.attention
-        return operator.forward(query, key, value, at.chunk.segments, scale=self._scale)  # type: ignore[no-any-return]
+        found = operator.forward(query, key, value, at.chunk.segments, scale=self._scale)
+        if not (isinstance(found, tuple) and len(found) == 2):
+            raise ValueError(f"attention.forward gives a pair, out and log-sum-exp, and here a {type(found).__name__}")
+        return found
 
     def attention_backward(self, at: Site, *saved: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key, value, out, log-sum-exp and the gradient of out of one whole sample -> dq, dk, dv."""

@@ -271,7 +271,11 @@ class Decoder(nn.Module):
 
     def operate(self, at: Site, name: str, operator: str, *arguments: Any, **options: Any) -> Any:
         """The one door to the operators, for harnesses that own weight gradients or plant faults to override."""
-        return getattr(self.operators, operator)(*arguments, **options)
+        try:
+            return getattr(self.operators, operator)(*arguments, **options)
+        except ValueError as error:
+            where = name if at.layer is None else f"layer {at.layer}, {name}"
+            raise ValueError(f"{where} ({operator}): {error}") from error
 
     def attend(
         self, sites: Sequence[Site], parts: Sequence[tuple[Tensor, Tensor, Tensor]], cache: Cache | None

@@ -19,11 +19,16 @@ COLUMNS = {
 ORDER = ("operator", "tier", *COLUMNS.values())
 WRAPPED = "operator"
 ACROSS = ("operator", "forward", "gradient")
-LEGEND = (
+_LEGEND = (
     "accuracy, gradient: within the contract's row of the reference. bits, gradient bits: every layout of the workload "
     "equal to one packed batch, to the bit."
 )
 NAMED = 4
+
+
+def legend(report: Mapping[str, Any]) -> str:
+    """What the columns compare."""
+    return _LEGEND
 
 
 def is_cells(report: Mapping[str, Any]) -> bool:

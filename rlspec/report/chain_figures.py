@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rlspec import chain_across, verdicts
+from rlspec import chain_across, chains, verdicts
 from rlspec.layouts import CANONICAL
 from rlspec.report import rows
 from rlspec.report.text import clean, flat, number
@@ -22,12 +22,18 @@ AGGREGATES = {  # heading -> name
     "outliers": "sequence_outliers",
 }
 ACROSS = ("train against", "of", "differing", *AGGREGATES)
-LEGEND = (
-    "forward_ and gradient_invariance: every layout equal to BN/full, to the bit. accuracy: within the row of the "
-    "same model in fp32. parity: log-probs as trained against those of prefill and decode. decode_prefill: logits of "
-    "decoded tokens against one prefill. kv_cache: what is read against what was written. cross_arm_invariance: the "
-    "canonical cell of an arm against that of the first arm, to the bit."
-)
+_INVARIANCE = "forward_ and gradient_invariance: every layout equal to BN/full, to the bit."
+_ACCURACY = "accuracy: within the row of the same model in fp32."
+COMPARED = {
+    "forward_invariance": _INVARIANCE,
+    "gradient_invariance": _INVARIANCE,
+    "forward_accuracy": _ACCURACY,
+    "gradient_accuracy": _ACCURACY,
+    PARITY: "parity: log-probs as trained against those of prefill and decode.",
+    "decode_prefill": "decode_prefill: logits of decoded tokens against one prefill.",
+    "kv_cache": "kv_cache: what is read against what was written.",
+    chains.ACROSS: f"{chains.ACROSS}: the canonical cell of an arm against that of the first arm, to the bit.",
+}
 NAMED = 4
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -35,6 +41,12 @@ BARS = "▁▂▃▄▅▆▇█"
 def is_chain(report: Mapping[str, Any]) -> bool:
     """Whether the verdicts are of configurations of a whole model."""
     return bool(report["kind"] == "chain" and any("configuration" in one["evidence"] for one in report["verdicts"]))
+
+
+def legend(report: Mapping[str, Any]) -> str:
+    """What the judgments of the report compare."""
+    judged = _judgments(report["verdicts"])
+    return " ".join(dict.fromkeys(text for name, text in COMPARED.items() if name in judged))
 
 
 def tables(report: Mapping[str, Any]) -> Iterator[tuple[str, list[rows.Cells]]]:

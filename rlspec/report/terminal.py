@@ -155,7 +155,7 @@ def _cells(report: Report, own: Any, width: int) -> list[list[str]]:
     for arm, lines in found:
         head = [f"arm {arm}"] if len(found) > 1 else []
         made.append(head + _table(lines, own.ORDER, width, own.WRAPPED))
-    made.append(wrap(own.LEGEND, min(width, PROSE)))
+    made.append(wrap(own.legend(report), min(width, PROSE)))
     for title, lines in own.across(report):
         made.append([*wrap(title, width), *_table(lines, own.ACROSS, width, own.ACROSS[0])])
     return made
