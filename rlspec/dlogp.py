@@ -16,7 +16,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from rlspec import hints, logprobs, pairing
+from rlspec import dilution, hints, logprobs, pairing
 from rlspec.dlogp_statistics import NAMED, STATISTICS
 from rlspec.errors import SpecError
 from rlspec.logprob_lines import shown
@@ -28,6 +28,7 @@ STANDARD = tuple(STATISTICS)
 SUBJECT = "logprob"
 PERMILLE = {"50": 500, "99": 990, "99.9": 999}
 CLIP = {"low": 0.8, "high": 1.2}  # PPO's usual range, where the row gives none
+CONSTANT = 3  # tokens with one log-prob: one or two may be alike by chance
 
 Asked = tuple[str, Row, dict[str, float]]
 
@@ -55,7 +56,7 @@ def judge(rollout: Path, train: Path, judgments: Sequence[Judgment], resolve: Ca
     if problems := pairing.identity(ours, theirs):
         return _lead(_errors(asked, problems), notes, {})
     pair = pairing.join(ours, theirs)
-    if problem := _constant(ours, theirs) or _copied(pair, ours, theirs):
+    if problem := _constant(ours, theirs) or _copied(pair, ours, theirs) or dilution.nothing(pair):
         return _lead(_errors(asked, [problem]), notes, {})
     return _judge(asked, pair, ours, theirs, notes)
 
@@ -72,10 +73,15 @@ def _copied(pair: Pair, ours: LogProbs, theirs: LogProbs) -> str | None:
 
 
 def _constant(ours: LogProbs, theirs: LogProbs) -> str | None:
-    values = {end(side.logprobs) for side in (ours, theirs) for end in (min, max)}
-    if len(ours.logprobs) < 2 or len(values) > 1:
+    """A side that has one value for all tokens: no log-probs of a model, though the two may differ by any little."""
+    flat = [side for side in (ours, theirs) if min(side.logprobs) == max(side.logprobs)]
+    values = {side.logprobs[0] for side in flat}
+    if len(flat) == 2 and len(values) == 1 and len(ours.logprobs) > 1:
+        return f"every log-prob of both files is {values.pop():g}, a constant: this gate cannot fail"
+    if not flat or len(ours.logprobs) < CONSTANT:
         return None
-    return f"every log-prob of both files is {values.pop():g}, a constant: this gate cannot fail"
+    told = " and ".join(f"every log-prob of {side.path} is {side.logprobs[0]!r}" for side in flat)
+    return f"{told}, a constant: these are not the log-probs of the {len(ours.logprobs)} tokens under a model"
 
 
 def aggregates(pair: Pair, resolve: Callable[[str], Row]) -> dict[str, dict[str, Any]]:
@@ -92,10 +98,37 @@ def aggregates(pair: Pair, resolve: Callable[[str], Row]) -> dict[str, dict[str,
 def _judge(asked: Sequence[Asked], pair: Pair, ours: LogProbs, theirs: LogProbs, notes: Sequence[str]) -> list[Verdict]:
     evidence = _evidence(pair, ours, theirs)
     verdicts = [_verdict(pair, check, row, limits, evidence) for check, row, limits in asked]
-    statuses = {verdict.status for verdict in verdicts}
-    texts, numbers = hints.find(pair) if "FAIL" in statuses or "PASS" not in statuses else ([], {})
+    verdicts, texts, numbers = _hinted(verdicts, hints.find(pair))
+    short, padding = dilution.padding(pair)
+    if short:
+        thin = [one.judgment in dilution.DILUTED and one.statistic != 0 for one in verdicts]  # 0 is 0 without them
+        verdicts = [_doubted(one, short) if doubt else one for one, doubt in zip(verdicts, thin, strict=True)]
+    silent = padding or dilution.zeros(pair)
     routing = [_routing_note(evidence["routing"])] if pair.flips is not None else []
-    return _lead(verdicts, [*notes, *texts, *routing], numbers)
+    return _lead(verdicts, [*notes, *[silent] * bool(silent), *texts, *routing], numbers)
+
+
+def _hinted(
+    verdicts: list[Verdict], found: Mapping[str, hints.Hint]
+) -> tuple[list[Verdict], list[str], dict[str, Any]]:
+    """Verdicts, notes and numbers: all hints where something fails, those beside a PASS where nothing does."""
+    statuses = {verdict.status for verdict in verdicts}
+    passing = "PASS" in statuses and "FAIL" not in statuses
+    told = {name: hint for name, hint in found.items() if not passing or (hint.text and hint.beside)}
+    numbers = {"hints": {name: dict(hint.numbers) for name, hint in told.items()}} if told or not passing else {}
+    texts = [hint.text for hint in told.values() if hint.text]
+    if sure := [hint.text for hint in told.values() if passing and hint.sure]:
+        verdicts = [_doubted(verdict, f"no rounding gives such d: {sure[0]}") for verdict in verdicts]
+        texts.remove(sure[0])  # the reasons have it
+    return verdicts, texts, numbers
+
+
+def _doubted(verdict: Verdict, why: str) -> Verdict:
+    """No PASS of a number that is not what it seems; one that is not gated says so."""
+    if verdict.status not in ("PASS", "MEASURED"):
+        return verdict
+    status: Status = "INVESTIGATE" if verdict.status == "PASS" else "MEASURED"
+    return replace(verdict, status=status, reason=f"{verdict.reason}; {why}")
 
 
 def _row(check: str, resolve: Callable[[str], Row]) -> tuple[Row, dict[str, float]]:

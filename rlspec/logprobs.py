@@ -2,7 +2,8 @@
 
 One JSON object a line: a token `{"sample": "s0", "position": 8, "token": 42, "logprob": -0.7}`, or a sequence, in which
 the last three (and `routing`) are lists of one length. `temperature`, `top_p`, `top_k` and `processed` say what the
-log-prob is of, not how the token was drawn. The experts of a token are one list, or one list a layer.
+log-prob is of, not how the token was drawn. The experts of a token, one list, or one list a layer, are those of the
+position whose logits give its log-prob.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from rlspec import dlogp
 from rlspec.errors import SpecError
 from rlspec.model import Row, RowStatus
-from tests.parity_files import ROWS, STRICT, compared, files, hint, judged, lines, row, statuses, stream
+from tests.parity_files import ROWS, STRICT, Token, compared, files, hint, judged, lines, row, statuses, stream
 
 
 def test_the_aggregates_by_hand(tmp_path: Path) -> None:
@@ -75,8 +76,8 @@ def test_the_order_of_lines_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_percentiles_are_nearest_ranks(tmp_path: Path) -> None:
-    train = [("a", at, at, -1000.0) for at in range(1, 1001)]
-    got = compared(tmp_path, train, lambda at, token: -1000.0 + token[1])
+    train = [("a", at, at, -1000.0 - at) for at in range(1, 1001)]
+    got = compared(tmp_path, train, lambda at, token: token[3] - token[1])
     assert got["max_abs_dlogp"].evidence["percentiles"] == {"50": 500.0, "99": 990.0, "99.9": 999.0}
 
 
@@ -92,12 +93,12 @@ def test_a_limit_itself_is_within_and_the_next_number_is_not(tmp_path: Path) -> 
 
 def test_huge_differences_fail_without_a_traceback(tmp_path: Path) -> None:
     for far in (-800.0, -3.4e38, -1e307):
-        rollout = [(*token[:3], far) for token in stream()]
+        rollout = [(*token[:3], far * (1 + at % 2 / 100)) for at, token in enumerate(stream())]
         got = judged(*files(tmp_path, lines(rollout), lines(stream())), STRICT)
         assert statuses(got) == "FAIL FAIL FAIL FAIL FAIL"
         assert got["approx_kl"].statistic == math.inf
-    both = [(*token[:3], -1e307) for token in stream()]
-    assert statuses(compared(tmp_path, both, lambda at, token: -0.1, STRICT)) == "FAIL FAIL FAIL FAIL FAIL"
+    both = [(*token[:3], -1e307 - at * 1e300) for at, token in enumerate(stream())]
+    assert statuses(compared(tmp_path, both, lambda at, token: -0.1 - at / 1e4, STRICT)) == "FAIL FAIL FAIL FAIL FAIL"
 
 
 @pytest.mark.parametrize("status", ["not_applicable", "out_of_scope"])
@@ -114,7 +115,7 @@ def test_an_optional_row_is_judged(tmp_path: Path) -> None:
 
 def test_a_measured_value_that_is_not_finite_fails(tmp_path: Path) -> None:
     rows = {**ROWS, "approx_kl": row("approx_kl", "measured")}
-    assert compared(tmp_path, stream(), lambda at, token: -900.0, rows)["approx_kl"].status == "FAIL"
+    assert compared(tmp_path, stream(), lambda at, token: -900.0 - at, rows)["approx_kl"].status == "FAIL"
 
 
 @pytest.mark.parametrize(
@@ -202,3 +203,17 @@ def test_constants_on_both_sides_are_an_error(tmp_path: Path) -> None:
     got = compared(tmp_path, train, lambda at, token: token[3])
     assert statuses(got) == " ".join(["ERROR"] * 5)
     assert "cannot fail" in got["max_abs_dlogp"].reason
+
+
+@pytest.mark.parametrize(
+    ("level", "to_rollout"),
+    [(True, lambda at, token: -1.0003), (False, lambda at, token: -2.0), (True, lambda at, token: -1.0 - at / 1e4)],
+)
+def test_a_constant_on_either_side_is_an_error(
+    tmp_path: Path, level: bool, to_rollout: Callable[[int, Token], float]
+) -> None:
+    train = [(*token[:3], -1.0) if level else token for token in stream()]
+    got = compared(tmp_path, train, to_rollout)
+    assert statuses(got) == " ".join(["ERROR"] * 5)
+    assert "a constant: these are not the log-probs of the 256 tokens" in got["max_abs_dlogp"].reason
+    assert statuses(compared(tmp_path, train[:2], lambda at, token: token[3] - 0.001)).startswith("PASS")

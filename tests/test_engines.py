@@ -148,6 +148,19 @@ def test_a_saved_model_is_scored_alike_by_both(tmp_path, dtype):
     assert max(rollout.logprobs) - min(rollout.logprobs) > 3
 
 
+@pytest.mark.parametrize(("rollout", "train"), [("transformers", "rlspec"), ("rlspec", "transformers")])
+def test_the_experts_of_a_mixture_stand_in_the_files(tmp_path, rollout, train):
+    pytest.importorskip("transformers", minversion="5")
+    arms = [{"engine": rollout, "settings": {"execution": "decode", "batch_size": 2}},
+            {"engine": train, "settings": {"padding": "left", "batch_size": 3}}]  # fmt: skip
+    found, *files = ran(spec_of(tmp_path, *arms, model="tiny-moe", tokens=short(tmp_path)), tmp_path)
+    told = found["max_abs_dlogp"].evidence["routing"]
+    assert told["flips"] == 0 and told["tokens"] == len(files[0].routing) and len(set(files[0].routing)) > 12
+    line = json.loads((tmp_path / "fp32-train.records.jsonl").read_text().splitlines()[0])
+    assert {len(layers) for layers in line["routing"]} == {4} and len(line["routing"]) == len(line["token"])
+    assert {len(experts) for layers in line["routing"] for experts in layers} == {2}
+
+
 def damaged(folder, change, **config):
     """A saved model with other tensors; `change` edits a dict of them."""
     from safetensors.torch import load_file, save_file
@@ -311,7 +324,7 @@ def test_a_whole_run(tmp_path, monkeypatch):
 
 # vLLM and SGLang, on stand-ins that know the names of the real arguments and record what they are given
 
-VLLM = '''
+VLLM = """
 from types import SimpleNamespace as Names
 
 CALLS = []
@@ -344,8 +357,8 @@ class LLM:
         drawn = given.trace_decode_token_ids or [(7 * p) % 250 for p in range(given.max_tokens)]
         chances = [{t: Names(logprob=value(len(ids) + p, t))} for p, t in enumerate(drawn)]
         return Names(prompt_logprobs=scored, outputs=[Names(token_ids=drawn, logprobs=chances)])
-'''
-SGLANG = '''
+"""
+SGLANG = """
 CALLS = []
 
 
@@ -375,7 +388,7 @@ class Engine:
 
     def shutdown(self):
         CALLS.append("shutdown")
-'''
+"""
 
 
 @pytest.fixture
@@ -477,7 +490,7 @@ def test_a_missing_package_blocks(name, tmp_path, monkeypatch):
 
 
 def test_values_enter_as_literals(tmp_path):
-    folder = tmp_path / 'it\'s "odd'
+    folder = tmp_path / "it's \"odd"
     folder.mkdir()
     spec = parsed(spec_of(folder, {"engine": "transformers", "settings": {"attention": 'x"; 1/0 #'}}, OWN))
     made = render.check(spec, contracts.load("ws1", folder))

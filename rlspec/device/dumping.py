@@ -25,6 +25,7 @@ from rlspec.device.decoder import Decoder
 from rlspec.device.dtypes import DTYPES as DTYPES
 from rlspec.device.dtypes import NAMES
 from rlspec.device.operators import Operators
+from rlspec.device.routing import Routes
 from rlspec.errors import RunError, SpecError
 from rlspec.token_files import Stream
 
@@ -88,6 +89,7 @@ class Dump:
         self.weights: str | None = None
         self.head_dtype: str | None = None
         self.written: set[str] = set()
+        self.routes = Routes()
 
     def __enter__(self) -> Dump:
         with self._writing():
@@ -125,8 +127,17 @@ class Dump:
         scores = torch.log_softmax(logits.float() / temperature, -1)
         return scores.gather(-1, tokens.to(logits.device)[..., None])[..., 0]
 
-    def add(self, stream: Stream, logprobs: Sequence[float], response: Sequence[int] | None = None) -> None:
-        """One log-prob a token of the response, which is the stream's unless it was drawn. Raises ValueError."""
+    def add(
+        self,
+        stream: Stream,
+        logprobs: Sequence[float],
+        response: Sequence[int] | None = None,
+        routing: Tensor | None = None,
+    ) -> None:
+        """One log-prob a token of the response, which is the stream's unless it was drawn. Raises ValueError.
+
+        `routing`: int64 [tokens, layers, top-k], the experts of the slots whose logits are used; see `routes`.
+        """
         tokens = list(stream.response if response is None else response or ())
         if len(tokens) != len(logprobs):
             raise ValueError(f"sample {stream.sample}: {len(logprobs)} log-probs for {len(tokens)} tokens")
@@ -135,11 +146,14 @@ class Dump:
         if self.weights is None:
             raise ValueError("the weights were not identified")
         positions, values = list(range(len(stream.prompt), len(stream.prompt) + len(tokens))), list(logprobs)
+        experts = [] if routing is None or not routing.numel() else routing.tolist()
         if self.fault == "shifted":  # each token's log-prob is that of the token after it
             values = [*values[1:], values[0]]
         if self.fault == "mask":  # the loss mask begins one token late
-            positions, tokens, values = positions[1:], tokens[1:], values[1:]
+            positions, tokens, values, experts = positions[1:], tokens[1:], values[1:], experts[1:]
         columns = {"position": positions, "token": tokens, "logprob": values}
+        if experts:  # none of a dense model, nor where no router shows them
+            columns["routing"] = experts
         line = json.dumps({"sample": stream.sample, **columns, **self._semantics()}, allow_nan=False)
         with self._writing():
             self.file.write(line + "\n")

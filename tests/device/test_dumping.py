@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rlspec.device import dumping
+from rlspec.device.routing import Routes
 from tests.test_token_files import GOOD, stored
 
 
@@ -33,6 +34,46 @@ def test_what_is_written(tmp_path, monkeypatch):
         "sample": "s0", "position": [2, 3], "token": [9, 4], "logprob": [-1.0, -2.5], "temperature": 1.0, "top_p": 1.0,
         "processed": "raw", "weights": "w", "head_dtype": "bf16",
     }  # fmt: skip
+
+
+def test_routing_is_left_out_of_dense_models_and_cut_like_the_tokens(tmp_path, monkeypatch):
+    monkeypatch.delenv("RLSPEC_RECORDS", raising=False)
+    chosen = torch.tensor([[[1, 2], [3, 4]], [[5, 6], [7, 0]]])  # two tokens, two layers, two experts
+    for routing, fault, written in ((chosen, None, chosen.tolist()), (chosen, "mask", [[[5, 6], [7, 0]]])):
+        with dump(tmp_path, fault=fault) as made:
+            made.add(made.streams[0], [-1.0, -2.5], routing=routing)
+        assert lines(tmp_path)[0]["routing"] == written
+    with dump(tmp_path) as made:
+        made.add(made.streams[0], [-1.0, -2.5], routing=made.routes.taken(torch.zeros(1, 2))[0])
+    assert "routing" not in lines(tmp_path)[0]
+
+
+class Router(torch.nn.Module):
+    """Two of four experts, as routers of transformers hand them on; or only logits, as some do."""
+
+    def __init__(self, told=True):
+        super().__init__()
+        self.told = told
+
+    def forward(self, x):
+        scores, experts = x.topk(2, -1)
+        return (x, scores, experts) if self.told else (x, scores)
+
+
+def test_routers_are_seen_by_the_names_of_their_classes():
+    routes, ids = Routes(), torch.zeros(2, 3, dtype=torch.int64)
+    model, mute = torch.nn.Sequential(Router(), Router()), Router(told=False)
+    routes.watch(model)
+    routes.watch(mute)
+    x = torch.rand(6, 4)
+    mute(x)
+    for layer in model:
+        layer(x)
+    seen = routes.taken(ids)
+    assert seen.shape == (2, 3, 2, 2) and torch.equal(seen[:, :, 1].flatten(0, 1), x.topk(2, -1).indices)
+    for odd in (x[:5], x[:0]):  # on some of the rows alone, or not at all
+        model[0](odd)
+        assert routes.taken(ids).shape == (2, 3, 0, 0)
 
 
 @pytest.mark.parametrize(
