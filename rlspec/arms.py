@@ -54,6 +54,7 @@ class Options:
     retry_errors: bool = False
     keep_going: bool = False
     overrides: tuple[str, ...] = ()
+    outputs: tuple[Path, ...] = ()  # reports that are written for whoever called
 
 
 @dataclass(slots=True, kw_only=True)

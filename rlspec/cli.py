@@ -352,10 +352,11 @@ def run(
         retry_errors=retry_errors,
         keep_going=keep_going,
         overrides=overrides,
+        outputs=outputs,
     )
-    for document in documents if several else ():
-        pipeline.check(document, options)
-    codes, reports = [], []
+    sound = [pipeline.check(document, options)[:2] for document in (documents if several else ())]
+    codes: list[int] = []
+    reports: list[dict[str, Any]] = []
     for document in documents:
         try:
             made = _one(document, options)
@@ -364,14 +365,29 @@ def run(
                 raise
             click.echo(f"error: {error}", err=True)
             codes.append(errors.ERROR)
-            made = pipeline.broken(document, options, str(error))
+            made = pipeline.broken(*sound[len(reports)], options, str(error))
+            report.summary(made, os.environ)
         else:
             codes.append(_report(made, () if several else outputs, verbose, investigate_ok, blocked_ok))
             _track(made)
         reports.append(made)
-        for path in outputs if several else ():  # after each, so that what was found outlives an interruption
-            report.write(path, *reports)
+        if several:
+            codes.append(_written(outputs, reports))  # after each, so that what was found outlives an interruption
     raise SystemExit(verdicts.combine(codes))
+
+
+def _written(outputs: Sequence[Path], reports: Sequence[dict[str, Any]]) -> int:
+    """The code of writing all reports so far: a suite goes on where a file of them cannot be written."""
+    from rlspec import report
+
+    code = errors.OK
+    for path in outputs:
+        try:
+            report.write(path, *reports)
+        except errors.RunError as error:
+            click.echo(f"error: {error}", err=True)
+            code = errors.ERROR
+    return code
 
 
 def _repair(paths: Sequence[Path]) -> None:

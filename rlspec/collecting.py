@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlspec import logs, records
+from rlspec import copies, logs, records
 from rlspec.checks import training
 from rlspec.errors import RunError, SpecError
 from rlspec.model import Run, Spec, Step
@@ -32,11 +33,18 @@ def _exact(spec: Spec) -> Beside | None:
     return Beside(suffix=spec.trainer.suffix, reader=spec.trainer.reader)
 
 
-def reader(spec: Spec) -> str | None:
-    """By which reader what a run left is read; None where the trainer writes records itself."""
+def read_from(spec: Spec, steps: Sequence[Step], states: Mapping[str, Mapping[str, Any]]) -> dict[str, copies.Read]:
+    """What the arms were read from; not where the trainer writes records itself, nor of runs that kept no digest."""
     assert spec.trainer is not None
-    exact = _exact(spec)
-    return None if TRAINERS[spec.trainer.name].own_records else exact.reader if exact else spec.trainer.reader
+    exact, found = _exact(spec), dict[str, copies.Read]()
+    reader = exact.reader if exact else spec.trainer.reader
+    for step in steps:
+        state = states.get(step.arm.name) or {}
+        if made := state.get("read_digest"):
+            own, earlier = beside(spec, step) or step.log, Path(state.get("log") or "")
+            place = earlier if not own.exists() and earlier.is_file() else own  # of an arm of another run
+            found[step.arm.name] = copies.Read(place, made, reader, spec.trainer.pattern)
+    return found
 
 
 def clear(spec: Spec, step: Step) -> None:
@@ -63,6 +71,7 @@ def collect(spec: Spec, step: Step, state: dict[str, Any]) -> str | None:
             return str(error)
         if not own:
             records.write(found, step.records, spec.trainer.reader)
+            state["read_digest"] = digest(beside(spec, step) or step.log)
         state["steps"] = max((len(series.steps) for series in found.series.values()), default=0)
     if not step.records.is_file():
         return f"the command wrote no {step.records.name}"

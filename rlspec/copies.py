@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import filecmp
-import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlspec import logs
@@ -47,46 +46,59 @@ TIMED = re.compile(
 )
 
 
-def twins(files: Mapping[str, Path]) -> dict[str, str]:
-    """Arms whose log is that of an earlier arm to the byte, and that arm. Folders are not looked at."""
-    found: dict[str, str] = {}
-    for one, other in itertools.combinations([name for name, file in files.items() if file.is_file()], 2):
-        if other not in found and filecmp.cmp(files[one], files[other], shallow=False):
-            found[other] = one
-    return found
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What an arm was read from: a log, or a folder of event files, and the digest that it had then."""
+
+    path: Path
+    digest: str
+    reader: str
+    pattern: str | None
 
 
-def refused(results: Iterable[Result], files: Mapping[str, Path], reader: str, pattern: str | None) -> list[Result]:
+def twins(logs_of: Mapping[str, Read]) -> dict[str, str]:
+    """Arms whose log is that of an earlier arm to the byte, and that arm."""
+    first: dict[str, str] = {}
+    earlier = {name: first.setdefault(read.digest, name) for name, read in logs_of.items()}
+    return {name: other for name, other in earlier.items() if other != name}
+
+
+def refused(results: Iterable[Result], logs_of: Mapping[str, Read]) -> list[Result]:
     """The results; that of a copied log, which would be compared with itself, with a fault."""
-    same = twins(files)
-    return [_refused(one, same.get(one.arm.name), files, reader, pattern) for one in results]
+    same = twins(logs_of)
+    return [_refused(one, logs_of, same[one.arm.name]) if one.arm.name in same else one for one in results]
 
 
-def _refused(result: Result, twin: str | None, files: Mapping[str, Path], reader: str, pattern: str | None) -> Result:
-    if result.run is None or twin is None:
+def _refused(result: Result, logs_of: Mapping[str, Read], twin: str) -> Result:
+    if result.run is None:
         return result
-    log = files[result.arm.name]
-    held = unrepeatable(log, reader, pattern)
+    read = next((read for read in (logs_of[result.arm.name], logs_of[twin]) if read.path.exists()), None)
+    if read is None:
+        gone = f"its log was that of {twin} to the byte, and neither is there any more: was it a copy?"
+        return dataclasses.replace(result, run=dataclasses.replace(result.run, notes=(*result.run.notes, gone)))
+    held = unrepeatable(read.path, read.reader, read.pattern)
     if not held:
         return result
-    fault = f"{log.name} is the log of {twin} to the byte, with {held}: {COPY}"
+    fault = f"{logs_of[result.arm.name].path.name} is the log of {twin} to the byte, with {held}: {COPY}"
     return dataclasses.replace(result, run=dataclasses.replace(result.run, faults={**result.run.faults, "*": fault}))
 
 
 def unrepeatable(log: Path, reader: str, pattern: str | None) -> str:
     """What in a log cannot be the same in another run, such as `32 clock times`; empty where nothing of it is found.
 
-    Training that is deterministic to the bit repeats its losses, but neither the clock nor its speed.
+    Training that is deterministic to the bit repeats its losses, but neither the clock nor its speed. Dates on fewer
+    than half as many lines as there are steps may be of the data, or of commits.
     """
     if logs.READERS[reader].folders:
         return "the time at which each value was written"
     with log.open("rb") as file:
         text = file.read(SEARCHED)
+    found = logs.read(log, reader, Arm(name=log.name, role="base"), pattern=pattern)
+    steps = max((len(series.steps) for series in found.series.values()), default=0)
     for name, clock in CLOCKS.items():
         seen = {one[0]: one[1] for one in clock.finditer(text)}
-        if len(set(seen.values())) >= FEW:
+        if len(set(seen.values())) >= FEW and (2 * len(seen) >= steps or log.stat().st_size > SEARCHED):
             return f"{len(seen)} {name}"
-    found = logs.read(log, reader, Arm(name=log.name, role="base"), pattern=pattern)
     for metric, series in found.series.items():
         if TIMED.fullmatch(metric) and (count := _readings(series)) >= FEW:
             return f"{count} values of {metric}"

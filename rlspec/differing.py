@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -93,7 +94,7 @@ def remarks(names: Sequence[str], seen: Sequence[Mapping[str, Any] | None], buil
 
 def read_beside(names: Sequence[str], spec: PurePath, template: str) -> list[str]:
     """A sentence on files below the spec's folder, where the template names that: it is the checkout's in every arm."""
-    if "spec_dir" not in template:
+    if not re.search(r"\{\{[^}]*\bspec_dir\b", template):
         return []
     below = [one for one in names if PurePath(one).is_relative_to(spec.parent) and not one.endswith(".py")]
     found = [one for one in below if not aside(one) and PurePath(one) != spec]

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlspec import compare, joining, verdicts
-from rlspec.drift_evidence import FEW_UNITS, ONE_SIDED_FROM, figures, remarks
+from rlspec.drift_evidence import FEW_UNITS, figures, remarks
 from rlspec.drift_findings import findings
 from rlspec.envelope import Envelope, measure
 from rlspec.errors import SpecError
 from rlspec.model import Judgment, Row, Run, Status, Verdict
 
 NOT_JUDGED = ("out_of_scope", "not_applicable")
+MANY_MORE = 8  # steps beyond twice those on which base runs differ, that chance does not give
 
 
 def default_metrics(names: Sequence[str], runs: Sequence[Run]) -> tuple[str, ...]:
@@ -33,7 +34,7 @@ def wants_base_run(judgment: Judgment, verdict: Verdict, base_runs: int) -> bool
     if verdict.status == "INVESTIGATE":
         # Not on a zero envelope: an equal run is not counted. Not on an unstable fixture: more such runs give more
         # such envelopes. Not on differing machines: one more run here says nothing about the machine there.
-        return cause == "grey_band"
+        return cause in ("grey_band", "rounding")
     if verdict.status == "ERROR":
         return cause == "equal_base_runs"
     counted = verdict.evidence.get("base_runs_counted")
@@ -241,25 +242,26 @@ def _doubted(envelope: Envelope, answer: _Answer, limits: tuple[float, float]) -
 
 
 def _same_run(envelope: Envelope) -> tuple[str, str] | None:
-    """A feature run that equals a base run, where runs of the same code part.
-
-    They may equal each other on a sparse floor, which is a few events, and where the other base run was perturbed.
-    """
-    if envelope.sparse or min(pair.differing for pair in envelope.base_pairs) < ONE_SIDED_FROM:
-        return None
+    """A feature run that equals a base run which was perturbed on purpose. Others may: a stack can have few ways."""
     for pair in (pair for row in envelope.cross for pair in row):
-        if not pair.differing and (not envelope.perturbed or pair.a in envelope.perturbed):
-            return "same_run", f"{pair.b} equals {pair.a} to the bit, and base runs differ: is it a run of its own?"
+        if not pair.differing and pair.a in envelope.perturbed:
+            return "same_run", f"{pair.b} equals the perturbed {pair.a} to the bit: is it a run of its own?"
     return None
 
 
 def _rounding(envelope: Envelope) -> tuple[str, str] | None:
-    """A floor of a few flips of the last printed digit says nothing of a feature that differs on most steps."""
-    unit, feature = 2 * envelope.resolution, envelope.cross[0][0]
-    if not envelope.sparse or not unit or envelope.width >= FEW_UNITS * unit or 2 * feature.differing < feature.steps:
+    """A floor of a few flips of the last printed digit says nothing of a feature that differs on many more steps."""
+    unit = 2 * envelope.resolution
+    if not envelope.sparse or not unit or envelope.width >= FEW_UNITS * unit:
+        return None
+    bases = max(pair.differing for pair in envelope.base_pairs)
+    nearest = [min(pairs, key=lambda pair: pair.differing) for pairs in zip(*envelope.cross, strict=True)]
+    feature = max(nearest, key=lambda pair: pair.differing)
+    if feature.differing <= 2 * bases + MANY_MORE:
         return None
     floor = f"the floor is {envelope.width / unit:.2g} units of the last printed digit ({unit:g})"
-    return "rounding", f"{floor}, and {feature.b} differs on {feature.differing} of {feature.steps} steps"
+    where = f"on {bases} steps at most, and {feature.b} differs on {feature.differing} of {feature.steps}"
+    return "rounding", f"{floor} {where}"
 
 
 def _split_features(envelope: Envelope, above: float) -> list[str]:

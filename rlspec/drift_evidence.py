@@ -156,9 +156,10 @@ def _thin_remark(envelope: Envelope, evidence: Mapping[str, Any]) -> list[str]:
         said.append(f"only {judged} steps are judged: a ratio of so few is a lottery")
     if percent is not None and percent > WIDE_PERCENT:
         said.append(f"the floor is so wide that half of steady offsets of {percent:.0f} % pass: look at the base runs")
-    few = min(pair.differing for pair in envelope.base_pairs) < ONE_SIDED_FROM
-    if envelope.width > 0 and envelope.drift == 0 and (envelope.sparse or few):
-        said.append("a feature run equals a base run to the bit though base runs differ: is it a run of its own?")
+    natural = [base.arm for base in envelope.bases if base.arm not in envelope.perturbed]
+    equal = [pair for row in envelope.cross for pair in row if not pair.differing and pair.a in natural]
+    if envelope.width > 0 and len(natural) > 1:  # those that count all differ
+        said += [f"{one.b} equals {one.a} to the bit though base runs differ: is it a run of its own?" for one in equal]
     return said
 
 

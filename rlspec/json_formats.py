@@ -33,15 +33,19 @@ class JsonLines(Format):
         if not text.startswith("{"):
             self._chatter += bool(text)
             return None
-        pairs = list(_flat(_pairs(text)))
+        whole = _pairs(text)
+        pairs = list(_flat(whole))
         if all(name != "step" for name, _ in pairs):
             self._stepless += 1
             return None
         fields = {name: _scalar(value) for name, value in pairs}
+        faults = {}
         if len(fields) < len(pairs):
+            if len({name for name, _ in whole}) < len(whole):
+                raise BadLine("*", f"has the key {repeated(name for name, _ in whole)!r} twice in one object")
             name = repeated(name for name, _ in pairs)
-            raise BadLine("*", f"has the key {name!r} twice in one object")
-        return Line(fields.pop("step") or "", fields)
+            faults[name] = f"has {name!r} as a key and by the path of an object"
+        return Line(fields.pop("step") or "", fields, faults=faults or None)
 
     def shape(self, text: str, decimals: Mapping[str, int]) -> Shape | None:
         pairs = _pairs(text) if text.startswith("{") else []

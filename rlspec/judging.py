@@ -285,8 +285,10 @@ def judge_logs(source: Source) -> dict[str, Any]:
     contract = contracts.load(spec.contract, Path.cwd())
     arms = list(zip(spec.arms, (path for _, path in source.files), strict=True))
     states = {arm.name: {"status": "read", "log": str(path), "log_digest": digest(path)} for arm, path in arms}
-    paths = {arm.name: path for arm, path in arms}
-    results = copies.refused(_read_results(spec, source, arms), paths, source.reader, source.pattern)
+    read = {
+        arm.name: copies.Read(path, states[arm.name]["log_digest"], source.reader, source.pattern) for arm, path in arms
+    }
+    results = copies.refused(_read_results(spec, source, arms), read)
     made = CHECKS[spec.kind].judge(spec, results, contract)
     steps = [_no_step(arm, path) for arm, path in arms]
     for result in results:
@@ -296,7 +298,7 @@ def judge_logs(source: Source) -> dict[str, Any]:
     report = build(spec, contract, steps, states, made, None)
     report.update(tag=None, mesh=None, sequence_length=None, dtype=None)  # logs do not say
     if not any(result.run and copies.COPY in result.run.faults.get("*", "") for result in results):
-        for name, twin in copies.twins(paths).items():
+        for name, twin in copies.twins(read).items():
             report["notes"].append(f"the logs of {twin} and {name} are the same to the byte: is one a copy?")
     report["source"] = {
         "reader": source.reader,

@@ -32,7 +32,7 @@ from rlspec import (
 )
 from rlspec import contract as contracts
 from rlspec.checks import CHECKS, chain, operators
-from rlspec.errors import RunError, SpecError
+from rlspec.errors import ERROR, RunError, SpecError
 from rlspec.interrupts import postponed
 from rlspec.model import Document, Result, Spec, Status, Step, Verdict
 
@@ -81,7 +81,8 @@ def run(document: Document, options: arms.Options, stream: TextIO) -> dict[str, 
         going_on = fresh = session = None
         try:
             base = runs.root(Path.cwd().resolve())
-            top, commits = _enter_repository(spec, stack, notes, base)
+            written = [*arms.own_files(spec, base), *(path.resolve() for path in options.outputs)]
+            top, commits = _enter_repository(spec, stack, notes, written)
             earlier = _earlier(spec, options, base)
             going_on = earlier if options.resume or options.retry_errors else None
             if going_on is None:
@@ -139,14 +140,14 @@ def _known_arms(spec: Spec, options: arms.Options) -> None:
 
 
 def _enter_repository(
-    spec: Spec, stack: contextlib.ExitStack, notes: list[str], base: Path
+    spec: Spec, stack: contextlib.ExitStack, notes: list[str], written: Sequence[Path]
 ) -> tuple[Path | None, dict[str, str]]:
     top, _ = resolve_revisions(spec)
     if top is None:
         return None, {}
     stack.enter_context(repository.lock(top))
     notes += repository.repair(top)
-    repository.require_clean(top, arms.own_files(spec, base))
+    repository.require_clean(top, written)
     return top, resolve_revisions(spec)[1]
 
 
@@ -261,7 +262,8 @@ def _unused(session: arms.Session, steps: Sequence[Step]) -> list[str]:
         return []
     said = differing.remarks(names, seen, bool(session.spec.build))
     top, path, template = session.repository.resolve(), session.spec.path.resolve(), session.spec.run_template
-    if path.is_relative_to(top) and template is not None:
+    in_worktrees = session.spec.isolation == "worktree"  # a checkout becomes each arm's commit itself
+    if in_worktrees and path.is_relative_to(top) and template is not None:
         said += differing.read_beside(names, path.relative_to(top), template.read_text(encoding="utf-8"))
     return said
 
@@ -348,9 +350,8 @@ def judge_states(
 ) -> list[Verdict]:
     """Verdicts of a run from what its arms left on disk."""
     results: Sequence[Result] = results_of(spec, steps, states)
-    if spec.trainer is not None and (reader := collecting.reader(spec)):
-        read = {step.arm.name: collecting.beside(spec, step) or step.log for step in steps}
-        results = copies.refused(results, read, reader, spec.trainer.pattern)
+    if spec.trainer is not None:
+        results = copies.refused(results, collecting.read_from(spec, steps, states))
     made = CHECKS[spec.kind].judge(spec, results, contract)
     return surroundings.noted(made, steps, states) if spec.trainer else made
 
@@ -378,10 +379,12 @@ def _result(spec: Spec, step: Step, state: Mapping[str, Any] | None) -> Result:
     return Result(arm=step.arm, records=step.records, run=dataclasses.replace(found, machine=seen))
 
 
-def broken(document: Document, options: arms.Options, reason: str) -> dict[str, Any]:
+def broken(spec: Spec, contract: contracts.Contract, options: arms.Options, reason: str) -> dict[str, Any]:
     """The report of a sound spec, of several, that ended in an error: none of its judgments could be made."""
-    spec, contract, _ = check(document, options)
-    return _without_a_run(spec, contract, "ERROR", reason, options)
+    report = _without_a_run(spec, contract, "ERROR", reason, options)
+    if report["expect"]:  # an ERROR that a spec waits for is one of its judgments
+        report["expect"] = {**report["expect"], "met": False, "problems": [reason]}
+    return {**report, "exit_code": ERROR}
 
 
 def _without_a_run(

@@ -270,6 +270,32 @@ def test_one_report_of_a_suite_of_specs(here):
         ("correctness.one", "0"), ("correctness.second", "0"), ("correctness.third", "1")]  # fmt: skip
     assert "uncommitted changes" in suites[2].find("testcase/error").get("message")
     assert [(here / "all.md").read_text().count(name) > 0 for name in ("one", "second", "third")] == [True] * 3
+    (here / "folder.xml").mkdir()
+    done = rlspec("run", "a", "b", "-o", "folder.xml")
+    assert done.code == 4 and "cannot write the report" in done.err and starts(here / "b") == 6
+    assert not list(here.glob(".*.partial"))
+
+
+def test_the_report_of_a_suite_is_no_change_that_stops_its_later_specs(here):
+    for name in ("a", "b"):
+        path = training(here / name, name=name)
+        path.write_text(path.read_text().replace("- name: ", "- revision: HEAD\n  name: "))
+    files = {str(path.relative_to(here)): path.read_text() for path in here.glob("[ab]/*")}
+    git(here, "init", "-q")
+    commit(here, "specs", {**files, ".gitignore": "counter\n"})
+    rlspec("run", "a", "b", "-o", "all.xml")
+    assert "uncommitted" not in (here / "all.xml").read_text() and starts(here / "b") > 0
+
+
+def test_an_error_that_a_suite_met_is_not_the_one_that_a_control_waits_for(here):
+    training(here / "a")
+    path = training(here / "c", expect={"status": "ERROR"})
+    path.write_text(path.read_text().replace("- name: ", "- revision: HEAD\n  name: "))
+    git(here, "init", "-q")
+    commit(here, "a spec", {"c/spec.yaml": path.read_text()})
+    assert rlspec("run", "a", "c", "-o", "all.xml").code == 4
+    suite = ElementTree.parse(here / "all.xml").getroot().findall("testsuite")[1]
+    assert suite.find("testcase[@name='expect[ERROR]']/failure") is not None
 
 
 def test_reports_in_every_format(here):

@@ -47,5 +47,14 @@ def test_what_cannot_repeat(tmp_path, more, count, held):
     assert copies.unrepeatable(log, "jsonl", None) == held
 
 
+def test_dates_on_a_few_lines_of_many_steps_are_of_something_else(tmp_path):
+    log = tmp_path / "log.jsonl"
+    dates = "".join(f"2026-10-03 11:20:0{at} +0000 commit {at}\n" for at in range(6))
+    for steps, held in ((6, "6 clock times"), (32, "")):
+        rows = ({"step": step, "loss": 2.5 - step / 64} for step in range(steps))
+        log.write_text(dates + "".join(json.dumps(row) + "\n" for row in rows))
+        assert copies.unrepeatable(log, "jsonl", None) == held
+
+
 def test_event_files_hold_the_time_of_every_value(tmp_path):
     assert copies.unrepeatable(tmp_path, "tensorboard", None) == "the time at which each value was written"

@@ -118,7 +118,8 @@ def test_an_object_in_an_object_is_named_by_its_path(log):
     run = log(list(map(json.dumps, rows)), "jsonl")
     assert points(run, "train/loss") == {1: 3.0, 2: 1.5, 3: 1.0}
     assert set(run.series) == {"train/loss", "train/more/z", "lr"}
-    assert "twice" in log(['{"step": 1, "a/b": 1, "a": {"b": 2}}'], "jsonl").faults["*"]
+    run = log(['{"step": 1, "a/b": 1, "loss": 3, "a": {"b": 2}}', '{"step": 2, "a/b": 1, "loss": 2}'], "jsonl")
+    assert points(run, "loss") == {1: 3.0, 2: 2.0} and "by the path of an object" in run.faults["a/b"]
 
 
 def test_the_largest_step_number(log):

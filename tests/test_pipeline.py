@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -52,7 +53,10 @@ def test_arms_that_left_one_old_log_are_no_runs(here):
     done = rlspec("run", save(path, yaml.safe_load(path.read_text()) | {"trainer": trainer}))
     said = " ".join(done.out.split())
     assert done.code == 4 and "is the log of base0 to the byte, with 6 values of step_time: a copy" in said
+    assert rlspec("run", path, "--from", run_folder()).code == 4
     assert rlspec("judge", run_folder()).code == 4
+    shutil.rmtree(here / "logging")
+    assert "and neither is there any more: was it a copy?" in " ".join(rlspec("judge", run_folder()).out.split())
 
 
 # A run, its folder, its report

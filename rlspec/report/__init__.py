@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -57,6 +58,8 @@ def write(path: Path, *reports: Report) -> None:
         partial.write_bytes(raw)
         partial.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise RunError(f"cannot write the report to {path}: {error.strerror or error}") from error
 
 
