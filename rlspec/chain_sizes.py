@@ -45,14 +45,14 @@ class Memory:
         return self.weights + 3 * self.gradients + self.calls
 
 
-def memory(chain: Chain, model: Architecture, *, bits: int = 16) -> Memory:
-    """What training needs: weights, one fp32 accumulator a weight, and a graph."""
+def memory(chain: Chain, model: Architecture, *, bits: int = 16, backward: bool = True) -> Memory:
+    """What training needs: weights, one fp32 accumulator a weight if there is a `backward`, and a graph."""
     size, count = bits // 8, model.parameter_count()
     slots = max(call.slots for cell in chains.cells(chain) for call in cell.layout.calls)
     longest = max(sample.length for sample in chain.tier.samples)
     return Memory(
         weights=count * size,
-        gradients=4 * count,
+        gradients=4 * count if backward else 0,
         calls=_graph(model, slots, size),
         alone=_graph(model, longest, 4),  # of the reference, in fp32
     )

@@ -29,6 +29,7 @@ SUBJECT = "logprob"
 PERMILLE = {"50": 500, "99": 990, "99.9": 999}
 CLIP = {"low": 0.8, "high": 1.2}  # PPO's usual range, where the row gives none
 CONSTANT = 3  # tokens with one log-prob: one or two may be alike by chance
+SURE = -1e-2
 
 Asked = tuple[str, Row, dict[str, float]]
 
@@ -56,7 +57,7 @@ def judge(rollout: Path, train: Path, judgments: Sequence[Judgment], resolve: Ca
     if problems := pairing.identity(ours, theirs):
         return _lead(_errors(asked, problems), notes, {})
     pair = pairing.join(ours, theirs)
-    if problem := _constant(ours, theirs) or _copied(pair, ours, theirs) or dilution.nothing(pair):
+    if problem := _constant(ours, theirs) or dilution.nothing(pair) or _repeated(pair) or _copied(pair, ours, theirs):
         return _lead(_errors(asked, [problem]), notes, {})
     return _judge(asked, pair, ours, theirs, notes)
 
@@ -75,6 +76,8 @@ def _copied(pair: Pair, ours: LogProbs, theirs: LogProbs) -> str | None:
 def _constant(ours: LogProbs, theirs: LogProbs) -> str | None:
     """A side that has one value for all tokens: no log-probs of a model, though the two may differ by any little."""
     flat = [side for side in (ours, theirs) if min(side.logprobs) == max(side.logprobs)]
+    if flat and all(min(side.logprobs) > SURE for side in (ours, theirs)) and any(theirs.logprobs) | any(ours.logprobs):
+        return None  # tokens that are sure have log-prob 0 in fp32
     values = {side.logprobs[0] for side in flat}
     if len(flat) == 2 and len(values) == 1 and len(ours.logprobs) > 1:
         return f"every log-prob of both files is {values.pop():g}, a constant: this gate cannot fail"
@@ -82,6 +85,16 @@ def _constant(ours: LogProbs, theirs: LogProbs) -> str | None:
         return None
     told = " and ".join(f"every log-prob of {side.path} is {side.logprobs[0]!r}" for side in flat)
     return f"{told}, a constant: these are not the log-probs of the {len(ours.logprobs)} tokens under a model"
+
+
+def _repeated(pair: Pair) -> str | None:
+    """A side on which all tokens of a sample share a value, as where the mean of a sample was written for each."""
+    spans = [(start, stop) for start, stop in pair.spans.values() if stop - start >= CONSTANT]
+    for name, side in (("rollout", pair.rollout), ("train", pair.train)):
+        values = [set(side[start:stop]) for start, stop in spans]
+        if len(spans) >= CONSTANT and all(len(one) == 1 for one in values) and min(min(one) for one in values) < SURE:
+            return f"all tokens of a sample have one log-prob on the {name} side: these are not log-probs of tokens"
+    return None
 
 
 def aggregates(pair: Pair, resolve: Callable[[str], Row]) -> dict[str, dict[str, Any]]:
@@ -99,13 +112,17 @@ def _judge(asked: Sequence[Asked], pair: Pair, ours: LogProbs, theirs: LogProbs,
     evidence = _evidence(pair, ours, theirs)
     verdicts = [_verdict(pair, check, row, limits, evidence) for check, row, limits in asked]
     verdicts, texts, numbers = _hinted(verdicts, hints.find(pair))
-    short, padding = dilution.padding(pair)
-    if short:
-        thin = [one.judgment in dilution.DILUTED and one.statistic != 0 for one in verdicts]  # 0 is 0 without them
-        verdicts = [_doubted(one, short) if doubt else one for one, doubt in zip(verdicts, thin, strict=True)]
-    silent = padding or dilution.zeros(pair)
+    thin = dilution.find(pair)
+    verdicts = [_doubted(one, thin.short) if _hidden(one, thin.factor) else one for one in verdicts]
     routing = [_routing_note(evidence["routing"])] if pair.flips is not None else []
-    return _lead(verdicts, [*notes, *[silent] * bool(silent), *texts, *routing], numbers)
+    return _lead(verdicts, [*notes, *thin.notes, *texts, *routing], numbers)
+
+
+def _hidden(verdict: Verdict, factor: float) -> bool:
+    """Whether a mean is within its limit only since tokens count that should not."""
+    if verdict.judgment not in dilution.DILUTED or verdict.statistic is None or verdict.row is None:
+        return False
+    return verdict.statistic * factor > verdict.row.limits.get("max", math.inf)
 
 
 def _hinted(

@@ -18,7 +18,7 @@ from rlspec.pairing import Pair, mean
 
 LAGS = (0, -2, -1, 1, 2)
 GAIN = 0.2  # what a lag must correlate better than none
-PLAUSIBLE = 1e6  # products of larger log-probs overflow, and no cause is worth guessing
+PLAUSIBLE = 1e100  # products of larger log-probs overflow, and no cause is worth guessing
 ROUNDING = 1e-5  # log-probs in fp32 are this exact, and may all be off by one step
 DISTINCT = 16  # log-probs: of fewer, differences may be alike by chance, as of one prompt that is repeated
 MANY = 64  # tokens, where a share of signs or a rough correlation is to say something
@@ -134,10 +134,10 @@ def _offset(pair: Pair) -> Hint:
         kept = f"kept mass exp({-abs(centre):.3g}) = {math.exp(-abs(centre)):.3g}"
         text = f"d is nearly constant, {centre:.4g}: {kept}, the {side} file looks renormalised over top-p or top-k"
         return Hint(text, numbers, sure=_large(pair), beside=_large(pair))
-    if len(pair.d) >= MANY and share >= 0.98 and max(pair.size) <= math.log(2):
+    if up + down >= MANY and share >= 0.98 and max(pair.size) <= math.log(2):
         kept = f"kept mass down to {math.exp(-max(pair.size)):.3g}"
         sign = f"{share:.1%} of d have one sign, mean {centre:.4g}"
-        text = f"{sign}: {kept}, if {side} is renormalised over top-p or top-k"
+        text = f"{sign}: {kept}, if {side} is renormalised over top-p or top-k; a temperature does it to greedy tokens"
         return Hint(text, numbers, beside=_large(pair))
     return Hint(numbers=numbers)
 

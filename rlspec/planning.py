@@ -89,7 +89,9 @@ def _chain(spec: Spec) -> dict[str, str]:
     asked, model = chains.asked(workloads.of(spec.workload)), chain_sizes.of(spec.chain["model"])
     given = {key: value for key, value in spec.chain["weights"].items() if key != "pins"}
     due = sum(1 for _ in chains.expected(asked, model, [j.check for j in spec.judgments], spec.chain["cells"]))
-    need = chain_sizes.memory(asked, model, bits=32 if spec.dtype == "fp32" else 16)
+    backward = any(judgment.check in chains.GRADIENTS for judgment in spec.judgments)
+    need = chain_sizes.memory(asked, model, bits=32 if spec.dtype == "fp32" else 16, backward=backward)
+    more = f", {need.resident / 2**30:.0f} GiB to say of each gradient how much differs" if backward else ""
     return {
         "workload": _workload(spec),
         "cells": ", ".join(cell.name for cell in chains.cells(asked, spec.chain["cells"])),
@@ -97,8 +99,7 @@ def _chain(spec: Spec) -> dict[str, str]:
         "weights": f"{_flat(given)}; {model.parameter_count():,} in {len(model.parameter_shapes())} tensors",
         "rounding": f"profile {spec.chain['profile']}, {spec.dtype}",
         "comparisons": f"{due:,} an arm",
-        "memory": f"at least {need.least / 2**30:.0f} GiB on the device, {need.resident / 2**30:.0f} GiB to say of "
-        "each gradient how much differs",
+        "memory": f"at least {need.least / 2**30:.0f} GiB on the device{more}",
     }
 
 

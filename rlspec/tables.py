@@ -34,7 +34,7 @@ def _written_out(path: Path, table: str) -> tuple[str, ...] | None:
 
 def _assigned(tree: ast.Module) -> Iterator[tuple[ast.expr, ast.expr | None]]:
     for node in tree.body:
-        if isinstance(node, ast.Assign):
-            yield from ((target, node.value) for target in node.targets)
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:  # by another name it may get more keys
+            yield node.targets[0], node.value
         elif isinstance(node, ast.AnnAssign):
             yield node.target, node.value

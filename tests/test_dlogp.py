@@ -198,6 +198,18 @@ def test_routing_flips_are_told_apart(tmp_path: Path) -> None:
     assert hint(got, "routing: 30 of 256 tokens went to other experts; max |d| of the others is 0.01")
 
 
+def test_sure_tokens_are_no_constant_file(tmp_path: Path) -> None:
+    train = [(name, at, token, -2.4e-7 * (at % 2)) for name, at, token, _ in stream(2, 4)]
+    assert statuses(compared(tmp_path, train, lambda at, token: 0.0)).startswith("PASS")
+
+
+def test_one_log_prob_for_all_tokens_of_a_sample_is_an_error(tmp_path: Path) -> None:
+    train = [(name, at, token, -1.0 - int(name[1:]) / 8) for name, at, token, _ in stream(8, 16)]
+    for to_rollout in (lambda at, token: token[3] - 1e-3, lambda at, token: token[3] - 1e-3 * (at % 3)):
+        got = compared(tmp_path, train, to_rollout)
+        assert got["approx_kl"].status == "ERROR" and "have one log-prob on the" in got["approx_kl"].reason
+
+
 def test_constants_on_both_sides_are_an_error(tmp_path: Path) -> None:
     train = [("a", position, 1, -1.0) for position in range(4)]
     got = compared(tmp_path, train, lambda at, token: token[3])

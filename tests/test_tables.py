@@ -20,6 +20,7 @@ from rlspec import tables
         ("table = made()\n", None),
         ("table = {'silu'\n", None),
         ("other = {'silu': 1}\n", None),
+        ("other = table = {'silu': 1}\nother['rope'] = 2\n", None),
     ],
 )
 def test_keys(tmp_path, source, keys):

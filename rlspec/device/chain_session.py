@@ -50,7 +50,8 @@ class Session:
 
     @property
     def memory(self) -> Memory:
-        return chain_sizes.memory(self.on.chain, self.on.model, bits=8 * self.on.dtype.itemsize)
+        bits = 8 * self.on.dtype.itemsize
+        return chain_sizes.memory(self.on.chain, self.on.model, bits=bits, backward=self.backward)
 
     @property
     def wide(self) -> torch.dtype:
