@@ -267,7 +267,7 @@ def _aggregates(pair: Pair, asked: Asked) -> dict[str, Any]:
 
 def _unsaid(measured: Mapping[str, Any]) -> Iterator[str]:
     """What no verdict says by itself, of any of them; older records always hold a backward."""
-    if measured["run"].get("backward") is False:
+    if measured["run"].get("backward") is False and not measured["run"]["blocked"]:
         yield "no judgment of gradients is asked for: no backward ran, and what ran was seen in forwards alone"
     weights = measured["weights"] or {}
     if "config" in weights and weights["config"] is None:

@@ -116,7 +116,7 @@ def test_a_config_that_the_decoder_does_not_implement_is_refused_by_its_key():
 
 
 def test_too_little_memory_is_blocked_with_the_estimate(monkeypatch, tmp_path):
-    whole = bench(model="qwen3-8b", workload="ws1-chain")
+    whole = bench(model="qwen3-8b", workload="ws1-chain", judgments=["gradient_invariance"])
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(total_memory=40 << 30)
     )
@@ -132,8 +132,9 @@ def test_too_little_memory_is_blocked_with_the_estimate(monkeypatch, tmp_path):
 def test_too_little_memory_of_the_machine_is_blocked_too(monkeypatch, tmp_path):
     sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 6 << 18}
     monkeypatch.setattr(chain_session.os, "sysconf", sizes.get)
-    found = run(bench({"implementation": "canonical"}, model="qwen3-8b", workload="ws1-chain"), tmp_path)
-    assert found["run"]["blocked"] == "the run is estimated to need 78 GiB of memory, and here are 6 GiB"
+    for judgment, need in (("gradient_invariance", 78), ("forward_invariance", 17)):
+        found = run(bench(model="qwen3-8b", workload="ws1-chain", judgments=[judgment]), tmp_path)
+        assert found["run"]["blocked"] == f"the run is estimated to need {need} GiB of memory, and here are 6 GiB"
 
 
 @pytest.mark.parametrize(
