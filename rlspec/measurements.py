@@ -207,7 +207,7 @@ def formed(
     if missing := wanted.keys() - line.keys():
         raise RunError(f"{place}: {', '.join(sorted(missing))} missing")
     if optional is not None and (unknown := line.keys() - wanted.keys() - optional.keys()):
-        raise RunError(f"{place}: unknown {', '.join(sorted(unknown))}: did a newer rlspec write it?")
+        raise RunError(f"{place}: unknown {', '.join(sorted(unknown))}; is it of a newer rlspec?")
     for key, value in line.items():
         types = wanted.get(key) or (optional or {}).get(key)
         if types and not _is(value, types):

@@ -338,7 +338,7 @@ def test_comparisons_of_another_cell(records):
 def test_keys_that_are_missing_or_unknown(records):
     path, lines = records
     assert refused(path, [lines[0], {k: v for k, v in lines[1].items() if k != "digest"}]) == ":2: digest missing"
-    assert refused(path, [lines[0], {**lines[1], "verdict": "PASS"}]) == ":2: unknown verdict"
+    assert refused(path, [lines[0], {**lines[1], "verdict": "PASS"}]) == ":2: unknown verdict; is it of a newer rlspec?"
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "3"])
