@@ -29,7 +29,7 @@ SUBJECT = "logprob"
 PERMILLE = {"50": 500, "99": 990, "99.9": 999}
 CLIP = {"low": 0.8, "high": 1.2}  # PPO's usual range, where the row gives none
 CONSTANT = 3  # tokens with one log-prob: one or two may be alike by chance
-SURE = -1e-2
+SURE = -1e-2  # log-probs above are of tokens that are sure on the other side, too
 
 Asked = tuple[str, Row, dict[str, float]]
 
@@ -76,8 +76,9 @@ def _copied(pair: Pair, ours: LogProbs, theirs: LogProbs) -> str | None:
 def _constant(ours: LogProbs, theirs: LogProbs) -> str | None:
     """A side that has one value for all tokens: no log-probs of a model, though the two may differ by any little."""
     flat = [side for side in (ours, theirs) if min(side.logprobs) == max(side.logprobs)]
-    if flat and all(min(side.logprobs) > SURE for side in (ours, theirs)) and any(theirs.logprobs) | any(ours.logprobs):
-        return None  # tokens that are sure have log-prob 0 in fp32
+    other = theirs if flat and flat[0] is ours else ours
+    if len(flat) == 1 and flat[0].logprobs[0] == 0 and min(other.logprobs) > SURE:
+        return None  # in fp32 the log-prob of a sure token is 0
     values = {side.logprobs[0] for side in flat}
     if len(flat) == 2 and len(values) == 1 and len(ours.logprobs) > 1:
         return f"every log-prob of both files is {values.pop():g}, a constant: this gate cannot fail"

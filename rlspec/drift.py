@@ -26,7 +26,8 @@ def default_metrics(names: Sequence[str], runs: Sequence[Run]) -> tuple[str, ...
 def wants_base_run(judgment: Judgment, verdict: Verdict, base_runs: int) -> bool:
     """Whether one more base run could settle this verdict.
 
-    It could in the grey band, for a FAIL that rests on one envelope, and where base runs are equal and too few count.
+    It could in the grey band, on a floor of flips, of which more may come, for a FAIL that rests on one envelope, and
+    where base runs are equal and too few count.
     """
     if base_runs >= judgment.max_base_runs:
         return False

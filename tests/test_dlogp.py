@@ -201,6 +201,8 @@ def test_routing_flips_are_told_apart(tmp_path: Path) -> None:
 def test_sure_tokens_are_no_constant_file(tmp_path: Path) -> None:
     train = [(name, at, token, -2.4e-7 * (at % 2)) for name, at, token, _ in stream(2, 4)]
     assert statuses(compared(tmp_path, train, lambda at, token: 0.0)).startswith("PASS")
+    for level in (-0.004, -0.005):  # nearly sure, and all the same: nothing that a model gives
+        assert statuses(compared(tmp_path, train, lambda at, token, level=level: level)).startswith("ERROR")
 
 
 def test_one_log_prob_for_all_tokens_of_a_sample_is_an_error(tmp_path: Path) -> None:
