@@ -321,17 +321,16 @@ struct Source {
     CUtensorMap whole, block, copied;
 };
 
-// As `produce`, of blocks of 16 rows that lie at `starts`, or, where that is negative, at their place in the copy.
+// As `produce`, of blocks of 16 rows that lie at `starts`, or, where that is negative, at their place in the copy. The
+// starts of a step are read one step before, those of a tile's first with the last tile's last: `next`.
 template <class T>
 __device__ __forceinline__ void produce_blocks(uint8_t* memory, Barriers barriers, Ring<T::STAGES>& ring,
-                                               const Source& a, const Source& b, const int4* starts, int m, int n,
-                                               int steps, int first = 0) {
+                                               const Source& a, const Source& b, const int4* starts, int4& next,
+                                               int m, int n, int first, int last, int steps) {
     static_assert(T::PACE == 4 * GROUP && T::SLABS == 1 && T::A == MN_MAJOR && T::B == MN_MAJOR);
-    if (first == steps) return;
-    int4 next = starts[first];
-    for (int step = first; step < steps; ++step) {
+    for (int step = first; step < last; ++step) {
         const int start[4] = {next.x, next.y, next.z, next.w};
-        if (step + 1 < steps) next = starts[step + 1];
+        next = starts[step + 1 < steps ? step + 1 : 0];
         barrier_wait(barriers.empty + ring.stage, ring.parity ^ 1);
         uint64_t* full = barriers.full + ring.stage;
         uint8_t *to_a = memory + ring.stage * T::STAGE, *to_b = to_a + T::A_SLAB;
@@ -368,12 +367,13 @@ __global__ void __launch_bounds__(T::THREADS, 1)
     if (threadIdx.x < 128) {
         registers_shrink<40>();
         if (threadIdx.x == 0) {
+            int4 next = starts == nullptr ? int4{} : starts[0];
             for (int tile = blockIdx.x; tile < walk.count; tile += gridDim.x) {
                 const Place place = walk.at(tile);
                 const int m = place.m * T::ROWS, n = place.n * T::COLUMNS;
                 if constexpr (T::A == MN_MAJOR) {
                     if (starts != nullptr) {
-                        produce_blocks<T>(loaded, barriers, ring, a, b, starts, m, n, steps);
+                        produce_blocks<T>(loaded, barriers, ring, a, b, starts, next, m, n, 0, steps, steps);
                         continue;
                     }
                 }
@@ -480,6 +480,7 @@ __global__ void __launch_bounds__(T::THREADS, 1)
         barrier_init(come, 1), barrier_init(free, 1);
     }
     const Barriers barriers = start<T>(loaded, X::MORE);
+    wait_for_previous();
     const Walk<T> walk(out.rows, out.columns);
     const int tiles = (walk.count - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x) + 1;
     const auto place_of = [&](int i) {
@@ -497,9 +498,10 @@ __global__ void __launch_bounds__(T::THREADS, 1)
                     tma_load(to + place * BOX, &total, full, column, 0, 0, row / 8);
                 });
             };
+            int4 next = starts == nullptr ? int4{} : starts[0];
             const auto multiplied = [&](Place at, int first, int last) {
                 if (starts != nullptr) {
-                    produce_blocks<T>(loaded, barriers, ring, a, b, starts, at.m, at.n, last, first);
+                    produce_blocks<T>(loaded, barriers, ring, a, b, starts, next, at.m, at.n, first, last, steps);
                 } else {
                     produce<T>(loaded, barriers, ring, &a.whole, &b.whole, at.m, at.n, last, first);
                 }
@@ -635,11 +637,12 @@ cudaError_t launch_exchanged(Operand a, Operand b, Result out, Blocks blocks, in
     const uint64_t sizes[4] = {static_cast<uint64_t>(out.columns), 2, 4, static_cast<uint64_t>(out.rows) / 8};
     const uint32_t box[4] = {32, 2, 4, 8};
     RLSPEC_TRY(map_tensor(&total, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, out.data, sizes, strides, box));
-    int steps = static_cast<int>((reduced - 1) / T::PACE + 1);
-    uint32_t nothing = 0;
-    void* arguments[] = {&a_source, &b_source, &total, &out, &blocks.starts, &steps, &nothing};
-    return launch_steady(reinterpret_cast<const void*>(exchanged<T>), Walk<T>(out.rows, out.columns).count, T::THREADS,
-                         shared_bytes<T>(Exchange<T>::MORE), arguments, stream);
+    const int steps = static_cast<int>((reduced - 1) / T::PACE + 1), tiles = Walk<T>(out.rows, out.columns).count;
+    constexpr int shared = shared_bytes<T>(Exchange<T>::MORE);
+    int count = 0;
+    RLSPEC_TRY(steady_blocks(reinterpret_cast<const void*>(exchanged<T>), tiles, shared, &count));
+    return launch_behind(exchanged<T>, count, T::THREADS, shared, stream, a_source, b_source, total, out,
+                         reinterpret_cast<const int4*>(blocks.starts), steps, 0u);
 }
 
 // ---- blocks of rows ----
@@ -727,7 +730,7 @@ __global__ void __launch_bounds__(128)
     plain(const Strided<Element> a, const Strided<Element> b, const Result out, const int64_t width, const int resume) {
     constexpr int PITCH = GROUP + 16 / static_cast<int>(sizeof(Element));
     __shared__ alignas(16) Element left[64][PITCH], right[64][PITCH];
-    const Place place = grouped(blockIdx.x, (out.rows + 63) / 64, (out.columns + 63) / 64);
+    const Place place = grouped(blockIdx.x, (out.rows + 63) / 64, (out.columns + 63) / 64, 8);
     const int m = place.m * 64, n = place.n * 64, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = 16 * warp + lane / 4, column = 2 * (lane % 4);
     float acc[8][4];

@@ -78,18 +78,20 @@ struct Place {
     int m, n;  // of the tile of D, in tiles
 };
 
-// Eight tiles down before one to the right: blocks that run together share rows of a and b in the cache.
-__device__ __forceinline__ Place grouped(int tile, int tiles_m, int tiles_n) {
-    const int of_group = 8 * tiles_n, first = tile / of_group * 8, height = min(tiles_m - first, 8);
+// `tall` tiles down before one to the right: blocks that run together share rows of a and b in the cache.
+__device__ __forceinline__ Place grouped(int tile, int tiles_m, int tiles_n, int tall) {
+    const int of_group = tall * tiles_n, first = tile / of_group * tall, height = min(tiles_m - first, tall);
     return {first + tile % of_group % height, tile % of_group / height};
 }
 
 template <class T>
 struct Walk {
+    // Of weight gradients so that the 132 multiprocessors of a Hopper GPU are at work on 12 by 11 of them.
+    static constexpr int TALL = T::A == MN_MAJOR ? 12 : 8;
     int tiles_m, tiles_n, count;
     __host__ __device__ Walk(int rows, int columns)
         : tiles_m((rows - 1) / T::ROWS + 1), tiles_n((columns - 1) / T::COLUMNS + 1), count(tiles_m * tiles_n) {}
-    __device__ __forceinline__ Place at(int tile) const { return grouped(tile, tiles_m, tiles_n); }
+    __device__ __forceinline__ Place at(int tile) const { return grouped(tile, tiles_m, tiles_n, TALL); }
 };
 
 // Rows of a box of TMA.

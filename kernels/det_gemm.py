@@ -22,7 +22,9 @@ Sources. Matrix unit: PTX ISA, wgmma and mma.sync. Persistent loop and grouped t
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +43,7 @@ class Tile(NamedTuple):
     """Who computes what: rows × columns of the result a program, `depth` of the reduced index a step of its loop.
 
     stripe: for few rows; result stored from registers. `swap` puts the weight first, where the matrix unit wants 64.
+    ahead: as stripe with `swap`, of a weight at rest, whose first tiles are on their way before x is there.
     single: one tile a program, stored through tensor memory access.
     steady: programs stay and walk over tiles; the loads of the next tile start under the last steps of this one.
     thirds: as single, but 96 or 192 columns, by two accumulators of which the second has half the columns of the first.
@@ -100,8 +103,10 @@ TILES: dict[str, tuple[tuple[float, Tile], ...]] = {
     ),
 }
 FOLD_TILE = Tile("single", 128, 256, 64, 8, 3)
-# Of gates and of ups each, for all the rows that it serves.
-GATED_TILE = Tile("gated", 16, 64, 64, 4, 4, swap=True)
+# Of gates and of ups each, for all the rows that it serves; half as many rows where these suffice.
+GATED_TILE = Tile("gated", 16, 64, 128, 4, 3, swap=True)
+# Of weights at rest, where it is faster: at 6144 rows of the weight. At 4096 and 151936 it is not.
+AHEAD_TILE = Tile("ahead", 16, 64, 256, 4, 5, swap=True)
 
 
 def _family(columns: int) -> str:
@@ -114,7 +119,26 @@ def _family(columns: int) -> str:
 
 
 def _tile(family: str, rows: int) -> Tile:
+    if family == "wider" and rows <= AHEAD_TILE.rows and _AT_REST.get():
+        return AHEAD_TILE
     return next(tile for most, tile in TILES[family] if rows <= most)
+
+
+_AT_REST = ContextVar("at rest", default=False)
+
+
+@contextmanager
+def weights_at_rest(rest: bool = True) -> Iterator[None]:
+    """Inside, products of few rows may read their weight while kernels before them are at work: none may write it.
+
+    Safe for weights that were written before a kernel that lets nothing start before it has ended, as `embedding` is
+    one. The bits are the same. `rest` False: not so, inside of where it is.
+    """
+    token = _AT_REST.set(rest)
+    try:
+        yield
+    finally:
+        _AT_REST.reset(token)
 
 
 # ---- kernels ----
@@ -193,26 +217,71 @@ def _stripe(
     tl.store(out + places, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "width"])
-def _gated(
-    x, weight, out, activated, rows, columns, width,
+@triton.jit
+def _wait():
+    # As `gdc_wait`, with which later versions of Triton would not pipeline a loop.
+    tl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _piece(x, x_row, rows, width, step, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    row, along = tl.arange(0, ROWS)[:, None], step * DEPTH + tl.arange(0, DEPTH)[None, :]
+    return tl.load(x + row.to(tl.int64) * x_row + along, mask=(row < rows) & (along < width), other=0.0)
+
+
+# In the two kernels below all that counts is that the weight comes without a stop. The compiler puts the first loads
+# of a pipelined loop before it, so if x is waited for inside, they are on their way while x is made. x itself must not
+# be among them: its piece comes through registers, a step ahead of its product, and the first product is of zeros.
+
+
+@triton.jit(do_not_specialize=["rows", "columns"])
+def _ahead(
+    x, x_row, weight, out, rows, columns, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BEHIND: tl.constexpr = False,
 ):  # fmt: skip
-    """As `_stripe`, of a weight of `columns` rows for gates and as many for ups; and activated = swiglu(gate, up)."""
+    """As `_stripe` with SWAP, of a weight at rest."""
+    n = tl.program_id(0) * COLUMNS
+    acc = tl.zeros((COLUMNS, ROWS), tl.float32)
+    a = tl.zeros((ROWS, DEPTH), x.dtype.element_ty)
+    for step in range(tl.cdiv(width, DEPTH) + 1):
+        b = weight.load([n, (step - 1) * DEPTH])
+        if BEHIND:
+            _wait()
+        following = _piece(x, x_row, rows, width, step, ROWS, DEPTH)
+        acc = tl.dot(b, a.T, acc, input_precision="ieee")
+        a = following
     if BEHIND:
+        tl.extra.cuda.gdc_launch_dependents()
+    row, column = tl.arange(0, ROWS).to(tl.int64)[None, :], n + tl.arange(0, COLUMNS)[:, None]
+    tl.store(out + row * columns + column, acc.to(out.dtype.element_ty), mask=(row < rows) & (column < columns))
+
+
+@triton.jit(do_not_specialize=["rows", "columns"])
+def _gated(
+    x, x_row, weight, out, activated, rows, columns, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AT_REST: tl.constexpr,
+    BEHIND: tl.constexpr = False,
+):  # fmt: skip
+    """As `_ahead`, of a weight of `columns` rows for gates and as many for ups; and activated = swiglu(gate, up)."""
+    if BEHIND and not AT_REST:
         tl.extra.cuda.gdc_wait()
     n = tl.program_id(0) * COLUMNS
-    row = tl.arange(0, ROWS).to(tl.int64)[None, :]
-    column = n + tl.arange(0, COLUMNS)[:, None]
     gate = tl.zeros((COLUMNS, ROWS), tl.float32)
     up = tl.zeros((COLUMNS, ROWS), tl.float32)
-    for step in range(tl.cdiv(width, DEPTH)):
-        a = x.load([0, step * DEPTH]).T
-        gate = tl.dot(weight.load([n, step * DEPTH]), a, gate, input_precision="ieee")
-        up = tl.dot(weight.load([columns + n, step * DEPTH]), a, up, input_precision="ieee")
+    a = tl.zeros((ROWS, DEPTH), x.dtype.element_ty)
+    for step in range(tl.cdiv(width, DEPTH) + 1):
+        b = weight.load([n, (step - 1) * DEPTH])
+        c = weight.load([columns + n, (step - 1) * DEPTH])
+        if BEHIND and AT_REST:
+            _wait()
+        following = _piece(x, x_row, rows, width, step, ROWS, DEPTH)
+        gate = tl.dot(b, a.T, gate, input_precision="ieee")
+        up = tl.dot(c, a.T, up, input_precision="ieee")
+        a = following
     if BEHIND:
         tl.extra.cuda.gdc_launch_dependents()
     # What `rlspec.kernels.swiglu` makes of the rounded results.
+    row, column = tl.arange(0, ROWS).to(tl.int64)[None, :], n + tl.arange(0, COLUMNS)[:, None]
     inside = (row < rows) & (column < columns)
     gate = gate.to(out.dtype.element_ty)
     up = up.to(out.dtype.element_ty)
@@ -355,6 +424,9 @@ def _product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, along: bool = F
     sources = (_described(x, [tile.rows, tile.depth]), _described(weight, wanted))
     sizes = (rows, columns, width, tile.rows, tile.columns, tile.depth)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if tile.kind == "ahead":
+        assert not along and rows <= tile.rows
+        return Launch(_ahead, (tiles,), (x, x.stride(0), sources[1], out, *sizes), options | _behind(x))
     if tile.kind == "stripe":
         return Launch(_stripe, (tiles,), (*sources, out, *sizes, tile.swap), options | _behind(x))
     # A part of at most 32 KiB beside 192 KiB of loads is what fits into the shared memory of a multiprocessor.
@@ -367,8 +439,10 @@ def _product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, along: bool = F
 def _gated_product(x: Tensor, weight: Tensor, out: Tensor, activated: Tensor, tile: Tile = GATED_TILE) -> Launch:
     """out [M, 2·N] = x [M, K] · weight [2·N, K]ᵀ and activated [M, N] = swiglu of its halves."""
     (rows, width), columns = x.shape, activated.shape[1]
-    sources = (_described(x, [tile.rows, tile.depth]), _described(weight, [tile.columns, tile.depth]))
-    args = (*sources, out, activated, rows, columns, width, tile.rows, tile.columns, tile.depth)
+    height = tile.rows if rows > tile.rows // 2 else tile.rows // 2
+    sizes = (rows, columns, width, height, tile.columns, tile.depth)
+    described = _described(weight, [tile.columns, tile.depth])
+    args = (x, x.stride(0), described, out, activated, *sizes, _AT_REST.get())
     # As `swiglu` is compiled: nothing is contracted.
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
     return Launch(_gated, (triton.cdiv(columns, tile.columns),), args, options | _behind(x))
@@ -419,7 +493,7 @@ def _forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     rows, columns = x.shape[0], weight.shape[0]
     out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
     tile = _tile(_family(columns), rows)
-    fast = _through_tma(x, weight) and (tile.kind == "stripe" or _suits(out))
+    fast = _through_tma(x, weight) and (tile.kind in ("stripe", "ahead") or _suits(out))
     launch = _product(x, weight, out, tile) if fast else _plain_product(x, weight, out)
     launch(x.device)
     return out

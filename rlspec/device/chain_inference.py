@@ -8,6 +8,7 @@ stands in a slot of no sample is a pad token that no cache stores. Each token's 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from operator import is_ as operator_is
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rlspec.device import cuda_gemm, observe
+from rlspec.device import observe
 from rlspec.device.chain_trace import Key, Trace
 from rlspec.device.decoder import Decoder, Node, Site, Span, side_by_side
 from rlspec.device.gradients import Run
@@ -33,8 +34,8 @@ APART = ("canonical", "triton", "cuda")
 # What makes several operators at once, by implementation of all of them.
 TOGETHER = {"triton": "rlspec.kernels.rms_norm", "cuda": "rlspec.device.cuda_rows"}
 _JOINED = ("residual_add", "rms_norm", "qk_norm", "rope")
-# What multiplies gate and up and activates them at once, by implementation of both operators.
-GATED = {"triton": "rlspec.kernels.det_gemm", "cuda": "rlspec.device.cuda_gemm"}
+# What reads a weight at rest ahead of its turn, and multiplies gate and up and activates them at once.
+PRODUCTS = {"triton": "rlspec.kernels.det_gemm", "cuda": "rlspec.device.cuda_gemm"}
 # Projections of the same rows, by the one that is called first.
 _PROJECTIONS = {
     "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -73,10 +74,11 @@ class InferenceDecoder(Decoder):
     that is just the one that was foreseen gets the result that is there, any other is computed.
     """
 
-    # Of a call under way: the modules of kernels of several operators, whether weights may be multiplied as one, and
-    # what is foreseen, by chunk.
+    # Of a call under way: the module of kernels of several operators, that of products, whether it does gate and up at
+    # once, whether weights may be multiplied as one, and what is foreseen, by chunk.
     _together: Any
-    _gated: Any
+    _products: Any
+    _gated: bool
     _apart: bool
     _ahead: dict[int, list[Ahead]]
     _cache: Any
@@ -94,17 +96,22 @@ class InferenceDecoder(Decoder):
         stored = all(parameter.dtype == self.dtype for parameter in self.parameters())
         able = stored and not torch.is_grad_enabled()
         module = TOGETHER.get(self._shipped(*_JOINED) or "") if able else None
-        gated = GATED.get(self._shipped("det_gemm", "swiglu") or "") if able and self.profile.swiglu else None
+        products = PRODUCTS.get(self._shipped("det_gemm") or "")
         self._apart = able and self._shipped("det_gemm") in APART
-        self._together, self._gated = (import_module(one) if one else None for one in (module, gated))
+        self._together, self._products = (import_module(one) if one else None for one in (module, products))
+        self._gated = able and self.profile.swiglu and self._shipped("det_gemm", "swiglu") in PRODUCTS
         self._ahead, self._cache = {}, options.get("cache")
         try:
             # Weights that are used as they are were written before the embedding's kernel, which nothing overtakes.
             at_rest = stored and type(self).weight is Decoder.weight and self._shipped("embedding") is not None
-            with cuda_gemm.weights_at_rest(at_rest):
+            with self._weights_at_rest(at_rest):
                 return super().forward(tokens, **options)
         finally:
-            self._together, self._gated, self._apart, self._ahead, self._cache = None, None, False, {}, None
+            self._together, self._products, self._gated, self._apart = None, None, False, False
+            self._ahead, self._cache = {}, None
+
+    def _weights_at_rest(self, rest: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self._products is None else self._products.weights_at_rest(rest)
 
     def _shipped(self, *operators: str) -> str | None:
         """The implementation of the catalogue that all of these run on; None if there is no such one."""
@@ -134,13 +141,13 @@ class InferenceDecoder(Decoder):
         whole = side_by_side(weights) if weights[0] is weight else None
         if whole is None:
             return super().operate(at, name, "det_gemm", x, weight)  # type: ignore[no-any-return]
-        both = self._gated.gate_up(x, whole) if name == "mlp.gate_proj" and self._gated is not None else None
+        both = self._products.gate_up(x, whole) if name == "mlp.gate_proj" and self._gated else None
         product = super().operate(at, name, "det_gemm", x, whole) if both is None else both[0]
         parts = product.split([len(one) for one in weights], -1)
         foreseen = zip(weights[1:], parts[1:], strict=True)
         self._ahead[at.chunk.index] = [Ahead.of("det_gemm", (x, one), part, None) for one, part in foreseen]
         if both is not None:
-            self._ahead[at.chunk.index].append(Ahead.of("swiglu", parts, both[1], self._gated.GATED))
+            self._ahead[at.chunk.index].append(Ahead.of("swiglu", parts, both[1], self._products.GATED))
         return parts[0]  # type: ignore[no-any-return]
 
     def _add(self, at: Site, name: str, residual: Tensor, x: Tensor) -> Tensor:
@@ -190,7 +197,7 @@ class InferenceDecoder(Decoder):
     def _project(self, at: Site, name: str, x: Tensor) -> Tensor:
         if name != "self_attn.o_proj":
             return super()._project(at, name, x)
-        with cuda_gemm.weights_at_rest(False):  # its loads would keep attention waiting for keys and values
+        with self._weights_at_rest(False):  # its loads would keep attention waiting for keys and values
             return super()._project(at, name, x)
 
 

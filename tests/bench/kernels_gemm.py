@@ -8,6 +8,7 @@ graphs rotate through weights larger than the cache. floor: the larger of operat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -115,7 +116,8 @@ def _products(device: torch.device, families: dict[str, Family], name: str) -> I
 
 def _gradients(device: torch.device, families: dict[str, Family]) -> Iterator[dict[str, Any]]:
     blocks, ragged = _blocks(TOKENS), torch.cat((_blocks(1000), _blocks(TOKENS - 1000, 1000))).to(device)
-    for name in ("qkv", "gateup", "down"):
+    chosen = ragged[ragged >= 0].long()
+    for name in ("qkv", "o", "gateup", "down"):
         columns, width = LAYERS[name]
         x, dy = _random(device, TOKENS, width), _random(device, TOKENS, columns)
         weight, total = _random(device, columns, width), torch.zeros(columns, width, device=device)
@@ -124,10 +126,14 @@ def _gradients(device: torch.device, families: dict[str, Family]) -> Iterator[di
         theirs = [_bind(torch.mm, dy, weight)]
         yield from _beside(f"dx {name}", f"M={TOKENS}", ours, "cuBLAS", theirs, _floor(work, moved))
         floor = _floor(work, moved + 6 * columns * width)
-        theirs = [lambda: torch.addmm(total, dy.t(), x, out_dtype=torch.float32, out=total)]  # noqa: B023
-        for table, what in ((blocks, ""), (ragged, ", gathered"))[: 2 if name == "gateup" else 1]:
-            ours = {name: [_bind(one.fold, total, x, dy, table)] for name, one in families.items()}
-            yield from _beside(f"dw {name}{what}", f"M={TOKENS}", ours, "cuBLAS beta=1", theirs, floor)
+        resumed = partial(torch.addmm, total, out_dtype=torch.float32, out=total)
+        theirs = [partial(resumed, dy.t(), x)]
+        ours = {name: [_bind(one.fold, total, x, dy, blocks)] for name, one in families.items()}
+        yield from _beside(f"dw {name}", f"M={TOKENS}", ours, "cuBLAS beta=1", theirs, floor)
+        if name == "gateup":  # rows of a table on the device, as samples of a batch have them
+            theirs = [lambda: resumed(dy.index_select(0, chosen).t(), x.index_select(0, chosen))]  # noqa: B023
+            ours = {name: [_bind(one.fold, total, x, dy, ragged)] for name, one in families.items()}
+            yield from _beside(f"dw {name}, gathered", f"M={TOKENS}", ours, "index_select, cuBLAS", theirs, floor)
 
 
 def _few_rows(device: torch.device, families: dict[str, Family]) -> Iterator[dict[str, Any]]:

@@ -73,7 +73,7 @@ FAMILIES = (
         cuda=[("", 1.05)],
     ),
     Family(
-        "resumed weight gradient at 4096 rows, to cuBLAS with beta = 1",
+        "resumed weight gradient at 4096 rows, to cuBLAS with beta = 1; gathered: to `index_select` and that",
         "1.05; 1.02",
         r"dw .*",
         triton=[("", 1.05)],
