@@ -173,7 +173,7 @@ def _flat(source: Mapping[str, Any]) -> dict[str, Any]:
         rope = dict(config.pop("rope_parameters"))
         if rope.pop("rope_type", "default") != "default" or set(rope) - {"rope_theta"}:
             config["rope_parameters"] = source["rope_parameters"]
-        elif "rope_theta" in rope:
+        if "rope_theta" in rope:  # said, whatever else is refused
             config["rope_theta"] = rope["rope_theta"]
     if config.get("rope_scaling") in ({"rope_type": "default"}, {"type": "default"}):
         config["rope_scaling"] = None

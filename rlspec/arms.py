@@ -17,9 +17,11 @@ import rlspec
 from rlspec import (
     checkouts,
     collecting,
+    companions,
     differing,
     inputs,
     launch,
+    named,
     provenance,
     repository,
     runs,
@@ -182,6 +184,8 @@ def _execute(session: Session, step: Step) -> dict[str, Any]:
     observed.touch()  # which tells the time by the clock of the file system
     built = observed.stat().st_mtime_ns
     before, given = snapshot.take(cwd), inputs.seen(spec, step.arm)
+    told = named.take(spec, step, cwd, before.top, _own_files(session))
+    near = companions.take(spec, step.arm, environment, _own_files(session))
     expected = spec.trainer.steps if spec.trainer else None
     progress = launch.Progress(step.arm.name, expected, session.stream)
     progress.start()
@@ -208,12 +212,14 @@ def _execute(session: Session, step: Step) -> dict[str, Any]:
         )
         shutil.rmtree(observed, ignore_errors=True)
     if nodes is not None:
-        told = slurm.result(nodes)
-        seen["slurm"] = told
-        outcome = dataclasses.replace(outcome, reason=told["reason"] or outcome.reason)
+        ended = slurm.result(nodes)
+        seen["slurm"] = ended
+        outcome = dataclasses.replace(outcome, reason=ended["reason"] or outcome.reason)
     progress.end("done" if outcome.reason is None else "failed")
     state = _state_after(session, step, tree, outcome, seen, started) | {"inputs": given}
     session.ran.append((step.arm.name, before.top, snapshot.left(before, _own_files(session))))
+    state |= named.of(told, before.top, seen)
+    state |= companions.of(spec, step, near, before.top, seen, built, _own_files(session))
     return _followed(session, step, state, before, seen, began, built)
 
 
@@ -243,7 +249,10 @@ def _followed(
         reason, others = checkouts.meanwhile(spec, before, seen, built, own)
         session.notes += [f"{listed(others)} changed while {step.arm.name} ran"] if others else []
         session.note(checkouts.other_files(spec, before, session.states.values()))
-    return _unless(reason or checkouts.other_code(state, earlier), state)
+    session.note(*companions.remarks(state, earlier))
+    reason = reason or checkouts.other_code(state, earlier) or companions.apart(state, earlier)
+    alike = () if step.arm.command else earlier  # the arms of a parity spec have commands of their own
+    return _unless(reason or named.apart(state, alike), state)
 
 
 def _unless(reason: str | None, state: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from rlspec.workloads import Tier
 
 CATEGORIES: Mapping[str, Status] = {
     "green": "PASS",
+    "unsure": "INVESTIGATE",
     "red_verdict": "FAIL",
     "red_without_gradients": "FAIL",
     "red_no_backward": "FAIL",
@@ -33,6 +34,8 @@ CATEGORIES: Mapping[str, Status] = {
 }
 MEANING: Mapping[str, str] = {
     "green": "every comparison of the cell is within its row, or equal to the bit",
+    "unsure": "log-probs of a whole model are within their row, and results on the way to them are not, or those "
+    "of inference err by more than trained ones may",
     "red_verdict": "a comparison is outside its row, or differs to the bit",
     "red_without_gradients": "a forward without gradients, as an engine runs it, has other bits than one with them",
     "red_no_backward": "a gradient is asked for, and none flows through the operator",

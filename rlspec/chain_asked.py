@@ -14,6 +14,7 @@ from rlspec.model import Row
 from rlspec.workloads import Chain
 
 PARITY = "train_inference_parity"
+GATING = ("applicable", "optional")  # of a row, by its status
 Lines = Sequence[Mapping[str, Any]]
 
 
@@ -55,7 +56,7 @@ class Asked:
         if judgment not in chains.ACCURACY or "atol" not in self.row(judgment).limits:
             return {}
         row = self.resolve(judgment, chains.SUBJECT)
-        gates = row.status in ("applicable", "optional") and "baseline_ratio" in row.limits
+        gates = row.status in GATING and "baseline_ratio" in row.limits
         return row.limits if gates else {}
 
     def problem(self, line: Mapping[str, Any]) -> str | None:
@@ -63,6 +64,10 @@ class Asked:
         # An absolute limit was fitted to other weights: zeros pass it where a gradient is small, and plain torch ran.
         both = (line["limits"], self.beside(line["judgment"]))
         return next(filter(None, (nodes.accuracy_problem(line, limits) for limits in both if limits)), None)
+
+    def gates_nodes(self, judgment: str) -> bool:
+        """Whether a node that errs by more than that is no PASS of the log-probs, or is told of alone."""
+        return self.resolve(judgment, chains.SUBJECT).status in GATING
 
     def ratio(self, judgment: str) -> float | None:
         """How far a node may err beside plain torch: by the row of a whole model, whichever judges the log-probs."""

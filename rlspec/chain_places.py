@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -88,9 +89,12 @@ def _canonical_fails(measured: Mapping[str, Any], judgment: str, asked: Asked) -
 def _beyond(measured: Mapping[str, Any], ratio: float, asked: Asked) -> Iterator[tuple[int | None, str, str]]:
     """Nodes that err by more than the row allows beside plain torch, in the order of the forward."""
     for layer, node, operator, error, theirs, size in (measured["depth"] or {}).get("nodes", ()):
-        allowed = float(theirs) * ratio + float(size) * HALF_ULP[asked.dtype]  # an exact node may still round
-        if not float(error) <= allowed:
+        if not float(error) <= _allowed(float(theirs), float(size), ratio, asked):
             yield layer, node, operator
+
+
+def _allowed(theirs: float, size: float, ratio: float, asked: Asked) -> float:
+    return theirs * ratio + size * HALF_ULP[asked.dtype]  # an exact node may still round
 
 
 def misrouted(measured: Mapping[str, Any], judgment: str, asked: Asked) -> Finding | None:
@@ -120,16 +124,43 @@ def rerouted(measured: Mapping[str, Any], judgment: str, name: str) -> tuple[str
     return (f"{judgment}: {_others(routes)}, {gap}; errors are against fp32 with the arm's experts",)
 
 
-def strayed(measured: Mapping[str, Any], judgment: str, name: str, asked: Asked) -> Iterator[str]:
-    """What log-probs within their row do not say by themselves: results on the way there that are outside."""
+def strayed(measured: Mapping[str, Any], judgment: str, name: str, asked: Asked) -> str:
+    """What log-probs within their row do not say by themselves: results on the way there that are outside, or ""."""
     ratio, every = asked.ratio(judgment), (measured["depth"] or {}).get("nodes", ())
     if ratio is None or judgment != "forward_accuracy" or name != CANONICAL:
-        return
-    if found := list(_beyond(measured, ratio, asked)):
-        layer, node, operator = found[0]
-        where = node if layer is None else f"layer {layer}, {node}"
-        count = f"{len(found)} of {len(every)} results on the way err by more than the row allows beside plain torch"
-        yield f"{judgment} {name} is PASS, and {count}, first that of {where} ({operator})"
+        return ""
+    found = list(_beyond(measured, ratio, asked))
+    if not found:
+        return ""
+    layer, node, operator = found[0]
+    where = node if layer is None else f"layer {layer}, {node}"
+    count = f"{len(found)} of {len(every)} results on the way err by more than the row allows beside plain torch"
+    return f"{count}, first that of {where} ({operator})"
+
+
+def parted(measured: Mapping[str, Any], judgment: str, name: str, asked: Asked) -> str:
+    """What log-probs of inference within their row do not say: results on the way that surely err by more than trained
+    ones may, or "". One that is farther from the trained than that and the trained's own error is farther from fp32."""
+    trace, ratio = trace_of(measured, judgment, name) or {}, asked.ratio("forward_accuracy")
+    if ratio is None or not trace.get("apart"):
+        return ""
+    every = {(layer, node): (float(error), _allowed(float(theirs), float(size), ratio, asked))
+             for layer, node, _, error, theirs, size in (measured["depth"] or {}).get("nodes", ())}  # fmt: skip
+    found = []
+    for layer, node, operator, gap in trace["apart"]:
+        if operator == "router" and gap is None:
+            break  # a near tie of experts may fall the other way, and from there on nothing is comparable
+        error, allowed = every.get((layer, node), (math.inf, math.inf))
+        if gap is not None and float(gap) > error + allowed:
+            found.append((layer, node, operator))
+    if not found:
+        return ""
+    layer, node, operator = found[0]
+    where = node if layer is None else f"layer {layer}, {node}"
+    count = (
+        f"{len(found)} of {len(every)} results on the way are farther from those of training than rounding puts them"
+    )
+    return f"{count}, first that of {where} ({operator})"
 
 
 def _others(routes: Mapping[str, Any]) -> str:

@@ -58,7 +58,7 @@ _ROUTED: Mapping[str, Types] = {
 CALLS = "calls_seen"
 _MORE: Mapping[str, Mapping[str, Types]] = {
     "depth": _ROUTES, "weights": _CONFIG, "run": {CALLS: (bool,), "backward": (bool,)}, "cell": {"ran": (list,)},
-    "comparison": _OPTIONAL,
+    "trace": {"apart": (list,)}, "comparison": _OPTIONAL,
 }  # fmt: skip
 _LISTS = {  # records of which there are many -> where an arm has them
     "phase": "phases", "cell": "cells", "logprobs": "logprobs", "trace": "traces", "operator": "operators",

@@ -25,9 +25,12 @@ def ended(measured: Mapping[str, Any], asked: Asked) -> Finding | None:
     if run["blocked"]:
         return Finding(category="blocked_hardware", reason=run["blocked"])
     for phase in measured["phases"]:
-        if phase["name"] == "weights" and phase["error"]:
-            tail = list(phase["error"]["tail"])
-            return Finding(category="raised", reason=phase["error"]["message"], evidence={"tail": tail})
+        if phase["name"] == "weights" and (error := phase["error"]):
+            refused = error["message"].startswith(
+                "ValueError: "
+            )  # a sentence of ours: where it was raised helps nobody
+            told = error["message"].removeprefix("ValueError: ") if refused else error["message"]
+            return Finding(category="raised", reason=told, evidence={} if refused else {"tail": list(error["tail"])})
     if strange := _strange(measured, asked):
         return Finding(category="red_provenance", reason=strange)
     known = {cell.name: cell.digest for cell in asked.cells}

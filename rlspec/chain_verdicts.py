@@ -15,7 +15,7 @@ from typing import Any
 from rlspec import chains, dlogp
 from rlspec.cells import Finding
 from rlspec.chain_asked import PARITY, Asked, Lines, bits, has, trace_of, values_of
-from rlspec.chain_places import LOSS, divergence, drift, misrouted, place, rerouted, silent, strayed
+from rlspec.chain_places import LOSS, divergence, drift, misrouted, parted, place, rerouted, silent, strayed
 from rlspec.chain_truth import clash, cut_short, ended, flat, gap, inferred, key_in, key_of, unseen
 from rlspec.chains import REFERENCE, RESCORE, Expected
 from rlspec.layouts import CANONICAL
@@ -40,7 +40,7 @@ def judge(measured: Mapping[str, Any], asked: Asked) -> Iterator[tuple[str, str,
             else:
                 wanted = due.get((judgment, name), [])
                 finding = stopped or _finding(measured, judgment, name, wanted, row, asked)
-                if finding.category in ("green", "measured") and (hidden := unseen(measured)):
+                if finding.category in ("green", "unsure", "measured") and (hidden := unseen(measured)):
                     finding = Finding(category="red_provenance", reason=hidden)
             notes = (*finding.notes, *_unsaid(measured))
             yield judgment, name, row, replace(finding, evidence={**finding.evidence, **_ran(measured)}, notes=notes)
@@ -94,7 +94,7 @@ def _compared(measured: Mapping[str, Any], lines: Lines, judgment: str, name: st
         notes = tuple(silent(measured, judgment, name))
         if notes:
             evidence["first_divergence"] = divergence(measured, judgment, name, [], asked)
-        notes += (*rerouted(measured, judgment, name), *strayed(measured, judgment, name, asked))
+        notes += rerouted(measured, judgment, name)
         loose = [line["tensor"] for line in lines if accuracy and not beside and _passes_zeros(line)]
         if loose:
             zeros = f"the row would also pass zeros in {len(loose)} of {len(lines)} tensors, first {loose[0]}"
@@ -102,7 +102,8 @@ def _compared(measured: Mapping[str, Any], lines: Lines, judgment: str, name: st
             if asked.cannot_fail == "error":
                 return Finding(category="cannot_fail", reason=zeros, statistic=statistic, evidence=evidence)
             notes += (f"{judgment} {name}: {zeros}",)
-        return Finding(category="green", reason=reason, statistic=statistic, evidence=evidence, notes=notes)
+        green = Finding(category="green", reason=reason, statistic=statistic, evidence=evidence, notes=notes)
+        return _doubted(green, strayed(measured, judgment, name, asked), judgment, name, asked)
     line, problem = wrong[0]
     first = divergence(measured, judgment, name, [line["tensor"] for line, _ in wrong], asked)
     evidence |= {"failing": [one["tensor"] for one, _ in wrong][:20], "first_divergence": first,
@@ -111,6 +112,15 @@ def _compared(measured: Mapping[str, Any], lines: Lines, judgment: str, name: st
     said += place(first, accuracy=accuracy)
     notes = rerouted(measured, judgment, name)
     return Finding(category="red_verdict", reason=said, statistic=statistic, evidence=evidence, notes=notes)
+
+
+def _doubted(green: Finding, why: str, judgment: str, name: str, asked: Asked) -> Finding:
+    """No PASS of log-probs that hide an error: little of what a node errs by may reach them, as with small weights."""
+    if not why:
+        return green
+    if not asked.gates_nodes("forward_accuracy"):
+        return replace(green, notes=(*green.notes, f"{judgment} {name} is PASS, and {why}"))
+    return replace(green, category="unsure", reason=f"{green.reason}; but {why}")
 
 
 def _statistic(lines: Lines, accuracy: bool) -> float:
@@ -155,7 +165,13 @@ def _where(line: Mapping[str, Any]) -> str:
     at = " ".join(f"{name} {first[name]}" for name in names if name in first) or f"element {first['index']}"
     if first["got"] == first["want"] == "nan":
         return f", first at {at}: nan on both sides, and nan agrees with nothing"
-    return f", first at {at}: {first['got']} is not {first['want']}"
+    # An error has a first element outside only by limits of elements; without, the one that is farthest off is told.
+    which = "largest" if line["limits"] is not None and not _outside_by_element(line) else "first"
+    return f", {which} at {at}: {first['got']} is not {first['want']}"
+
+
+def _outside_by_element(line: Mapping[str, Any]) -> bool:
+    return bool(line["violations"]) and any(line["limits"].get(name) for name in ("atol", "rtol"))
 
 
 def _errors(measured: Mapping[str, Any], lines: Lines, name: str, judgment: str, asked: Asked) -> dict[str, Any]:
@@ -194,9 +210,11 @@ def _parity(measured: Mapping[str, Any], name: str, row: Row, asked: Asked) -> F
     wrong = list(_outside(found, differing, len(made.d), row))
     if not wrong:
         near = f"max |d| {peak:.6g}, within {row.limits['max']:g}{_others(found)}" if differing else "equal to the bit"
-        notes = tuple(silent(measured, PARITY, name))
+        why = parted(measured, PARITY, name, asked)
+        notes = () if why else tuple(silent(measured, PARITY, name))
         said = f"{len(made.d)} log-probs: {near}"
-        return Finding(category="green", reason=said, statistic=peak, evidence=evidence, notes=notes)
+        green = Finding(category="green", reason=said, statistic=peak, evidence=evidence, notes=notes)
+        return _doubted(green, why, PARITY, name, asked)
     trace = trace_of(measured, PARITY, name) or {}
     first = trace.get("first") or (dict(LOSS) if name == RESCORE else None)
     evidence |= {"first_divergence": first, "drift": list(trace.get("depth", ()))}

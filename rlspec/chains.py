@@ -152,6 +152,11 @@ def check_reads(chain: Chain) -> None:
     """Raises ValueError for a decode case that reads nothing from the cache, or no second page, and for tiers alike."""
     page = chain.page_size
     for case in chain.decode:
+        length = max(sample.length for sample in case.samples)
+        if beyond := [at for at in case.positions if at >= length]:
+            raise ValueError(
+                f"decode case {case.name}: no sample has position {beyond[0]}, the longest has {length} tokens"
+            )
         last = max((at for _, positions in decoded(case) for at in positions), default=0)
         if not last:
             raise ValueError(f"decode case {case.name} compares position 0 alone, which reads nothing from a cache")
@@ -159,6 +164,13 @@ def check_reads(chain: Chain) -> None:
             raise ValueError(f"page_size {page}: no decoded position of case {case.name} lies behind the first page")
     if (longest := max(sample.length for sample in chain.tier.samples)) <= page:
         raise ValueError(f"page_size {page}: the longest sample of tier {chain.tier.name} has {longest} tokens")
+
+
+def check_tokens(chain: Chain, vocabulary: int) -> None:
+    """Raises ValueError for a token id that the model has not, which would be another token, the rest of a division."""
+    for sample in dict.fromkeys((*chain.tier.samples, *(one for case in chain.decode for one in case.samples))):
+        if sample.tokens and (most := max(sample.tokens)) >= vocabulary:
+            raise ValueError(f"sample {sample.id}: token {most} is not below the vocabulary of the model, {vocabulary}")
 
 
 def columns(case: Decode) -> list[tuple[int, int]]:

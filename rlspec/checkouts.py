@@ -25,7 +25,7 @@ SPEC = re.compile(r"^kind:\s*['\"]?(correctness|performance|operators|chain|pari
 def of(before: Snapshot, seen: Mapping[str, Any], own: Collection[str] = ()) -> dict[str, Any]:
     """What the state of an arm keeps of its checkout; `own` are the files that it wrote itself, which are no edit."""
     ran = _ran(seen)
-    files = sorted(file for file in ran or () if file.is_file() and _is_source(before.top, file))
+    files = sorted(file for file in ran or () if file.is_file() and is_source(before.top, file))
     code = None
     if ran is not None:
         code = {_name(before.top, file): digest(file) for file in files if str(file) not in own}
@@ -45,11 +45,11 @@ def written(before: Snapshot, seen: Mapping[str, Any], began: int, others: Itera
     Outside of git, those that were not there before it, or that an arm before it wrote. `began`: a time of change (ns)
     by the clock of the file system.
     """
-    young = {file for file in _ran(seen) or () if _is_source(before.top, file) and _age(file) > began}
+    young = {file for file in _ran(seen) or () if is_source(before.top, file) and _age(file) > began}
     if not young:
         return set()
     earlier = {name for other in others for name in other.get("written") or ()}
-    known = _tracked(young) | {before.top / name for name in (before.changed if before.head is None else ())}
+    known = tracked(young) | {before.top / name for name in (before.changed if before.head is None else ())}
     return {str(file) for file in young if file not in known or str(file) in earlier}
 
 
@@ -104,7 +104,7 @@ def meanwhile(
 def elsewhere(top: Path, seen: Mapping[str, Any], began: int, own: Collection[str] = ()) -> str | None:
     """Why it is not known what code of other work trees (a submodule, an editable install) an arm ran."""
     ran = _ran(without(seen, own)) or ()
-    young = {file for file in ran if _is_source(top, file) and _age(file) > began}
+    young = {file for file in ran if is_source(top, file) and _age(file) > began}
     found = sorted(_name(top, file) for file, place in _places(young).items() if place not in (None, top.resolve()))
     if not found:
         return None
@@ -153,7 +153,7 @@ def _counted(spec: Spec, top: Path, names: Iterable[str], seen: Mapping[str, Any
             counts = path in ran if ran is not None else not differing.aside(name)
         else:
             counts = read and (path.is_relative_to(place) or path.parent in near) and not differing.aside(name)
-        if counts and path not in own and not _is_spec(path):
+        if counts and path not in own and not is_spec(path):
             found.append(name)
     return found
 
@@ -164,7 +164,7 @@ def _ran(seen: Mapping[str, Any]) -> set[Path] | None:
     return {Path(file) for file in {*seen["files"], *(seen.get("main") or ())} - {seen.get("run_file")}}
 
 
-def _tracked(files: Iterable[Path]) -> set[Path]:
+def tracked(files: Iterable[Path]) -> set[Path]:
     return {file for file, place in _places(files).items() if place is not None}
 
 
@@ -190,7 +190,7 @@ def _age(file: Path) -> int:
         return 0
 
 
-def _is_source(top: Path, file: Path) -> bool:
+def is_source(top: Path, file: Path) -> bool:
     """No file that the arm made itself in some cache, such as those of torch's compiler."""
     return file.is_relative_to(top) or any((place / ".git").exists() for place in file.parents)
 
@@ -200,7 +200,7 @@ def _name(top: Path, file: Path) -> str:
     return file.relative_to(top).as_posix() if file.is_relative_to(top) else str(file)
 
 
-def _is_spec(path: Path) -> bool:
+def is_spec(path: Path) -> bool:
     """A spec of rlspec's, which no trainer reads."""
     if path.suffix not in (".yaml", ".yml"):
         return False

@@ -354,18 +354,19 @@ def run(
         overrides=overrides,
         outputs=outputs,
     )
-    sound = [pipeline.check(document, options)[:2] for document in (documents if several else ())]
+    each = pipeline.of_suite(documents, options) if several else [options]
+    sound = [pipeline.check(*one)[:2] for one in zip(documents, each, strict=True)] if several else []
     codes: list[int] = []
     reports: list[dict[str, Any]] = []
-    for document in documents:
+    for document, own in zip(documents, each, strict=True):
         try:
-            made = _one(document, options)
+            made = _one(document, own)
         except (errors.SpecError, errors.RunError) as error:
             if not several:
                 raise
             click.echo(f"error: {error}", err=True)
             codes.append(errors.ERROR)
-            made = pipeline.broken(*sound[len(reports)], options, str(error))
+            made = pipeline.broken(*sound[len(reports)], own, str(error))
             report.summary(made, os.environ)
         else:
             codes.append(_report(made, () if several else outputs, verbose, investigate_ok, blocked_ok))
@@ -570,8 +571,9 @@ def report_(run: str, outputs: tuple[Path, ...], verbose: bool, portable: bool) 
     """Print the report of a RUN again, or write it in another format.
 
     RUN is the folder of a run, its name, or a report.json. Refuses one that
-    was edited: a report of operators or of a chain holds the measurements that
-    its verdicts are derived from, and they are derived again.
+    was edited: its verdicts are derived again from the measurements, which a
+    report of operators or of a chain holds, and of other kinds the records
+    beside it. Without records only that it agrees with itself is checked.
     """
     from rlspec import judging, report, runs
 
@@ -583,7 +585,7 @@ def report_(run: str, outputs: tuple[Path, ...], verbose: bool, portable: bool) 
             raise errors.SpecError(f"{folder.name} has no report, since it did not end; `rlspec judge {run}` makes one")
         path = folder.report
     made = runs.given(path, "report")
-    judging.unedited(path, made)
+    made = judging.unedited(path, made)
     if portable:
         made = report.portable(made)
     _print(made, verbose)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import lt
 
 from rlspec.compare import spacing
 from rlspec.model import Series
-from rlspec.printed import EXACT_DIGITS, Quoted, form, is_absent, last_digit, number
+from rlspec.printed import EITHER_COMMA, EXACT_DIGITS, Quoted, form, is_absent, last_digit, number
 
 VALUE, EMPTY = 1, 2  # marks of a step line: it has a value of the metric; it names the metric and has none
 
@@ -77,6 +77,7 @@ class Column:
 
     `stripped` says that trailing zeros may have been left out, `coarsest` and `finest` are the decimal exponents of the
     last digits seen, `exact` that one value had all digits of a double, `float32` that values were stored as such.
+    `comma` is the first text such as 9,947, `points` says that another one shows what commas are.
     """
 
     stripped: bool
@@ -87,6 +88,8 @@ class Column:
     finest: int | None = None
     exact: bool = False
     widths: Widths = field(default_factory=Widths)
+    comma: str = ""
+    points: bool = False
 
     @property
     def decimals(self) -> int:
@@ -124,6 +127,8 @@ class Column:
         self.values.append(value)
         self.present.append(VALUE)
         self._note_digit(text, value)
+        if not self.points and math.isfinite(value):
+            self._note_commas([text])
 
     def extend(self, texts: Sequence[str], exponents: bool) -> None:
         """Values whose last digit is known already, unless they are written with exponents."""
@@ -131,6 +136,9 @@ class Column:
             values = array("d", map(float, texts))
         except ValueError:
             values = array("d", map(float, " ".join(texts).replace(",", "").split()))
+            self._note_commas(texts)
+        else:
+            self.points = True
         self.values.extend(values)
         self.present.extend(b"\x01" * len(texts))
         if exponents and self.stripped:
@@ -149,6 +157,10 @@ class Column:
         if self.stripped and self.exact:
             return last[1] < EXACT_DIGITS
         return last[0] > (self.finest if self.stripped else self.coarsest)
+
+    def _note_commas(self, texts: Sequence[str]) -> None:
+        self.comma = self.comma or texts[0]
+        self.points |= not all(map(EITHER_COMMA.fullmatch, texts))
 
     def _note_digit(self, text: str, value: float) -> None:
         last = None if self.float32 or (self.stripped and self.exact) else last_digit(text, value)
@@ -242,6 +254,13 @@ class Table:
                 self.columns[name].extend(texts, name in exponents)
         for name in self.columns.keys() - set(names):
             self.columns[name].pad(len(rows), EMPTY if name in empty else 0)
+
+    def ambiguous(self, names: Iterable[str]) -> Iterator[str]:
+        """What of some metrics is read as thousands, and may be meant with a decimal comma, since no value tells."""
+        for name in names:
+            if (column := self.columns[name]).comma and not column.points:
+                read = f"{name} is printed like {column.comma}, which is read as {column.comma.replace(',', '')}"
+                yield f"{self._log}: {read}: where that is a decimal comma, print a point"
 
     def without_value(self, name: str) -> str:
         """Where a metric stands that has no value on any line, empty if it stands nowhere."""

@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 from rlspec.model import Series
@@ -20,13 +20,17 @@ from rlspec.model import Series
 JUMP_FACTOR = 8.0
 JUMP_WINDOW = 8
 JUMP_AFTER = 3  # the first three steps have too little before them to jump from
+TENTHS = 10
 _CHUNK = 8192  # values turned into Python floats at a time
 _BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """What run b has above run a over the judged steps."""
+    """What run b has above run a over the judged steps.
+
+    Of each tenth of them `peaks` has the largest |delta| and `tenths` the mean, `tenth_floors` the floor.
+    """
 
     a: str
     b: str
@@ -34,16 +38,19 @@ class Pair:
     differing: int
     mean: float
     mean_abs: float
+    peaks: Sequence[float]
+    tenths: Sequence[float]
+    tenth_floors: Sequence[float]
 
     @property
     def sparse(self) -> bool:
         """Whether the runs differ, but on fewer than half of the steps."""
-        return 0 < 2 * self.differing < self.steps
+        return _few(self.differing, self.steps)
 
     @property
     def floor(self) -> float:
         """Mean |delta|; where the pair is sparse, over the steps on which it differs only."""
-        return self.mean_abs * (self.steps / self.differing) if self.sparse else self.mean_abs
+        return _undiluted(self.mean_abs, self.differing, self.steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +66,11 @@ class Jump:
 def first_judged(steps: Sequence[int]) -> int:
     """Index of the first judged step: step 1 (or 0, in logs that count from 0) precedes any update."""
     return 1 if steps[0] in (0, 1) else 0
+
+
+def start(series: Series) -> int:
+    """Index of the first value that counts: of counted lines the first, which may be the mean of several steps."""
+    return 0 if series.counted else first_judged(series.steps)
 
 
 def spacing(steps: Sequence[int]) -> int:
@@ -85,7 +97,7 @@ def first_non_finite(series: Series) -> int | None:
 
 def single_value(series: Sequence[Series]) -> float | None:
     """The one value of all series, over all steps or over two or more judged ones; None if anything varies."""
-    value, judged = series[0].values[-1], len(series[0].values) - first_judged(series[0].steps)
+    value, judged = series[0].values[-1], len(series[0].values) - start(series[0])
     enough = judged if judged > 1 else len(series[0].values)
     tails = [one.values[-enough:] for one in series if one.values[-enough] == value == one.values[-1]]
     constant = len(tails) == len(series) and all(tail.count(value) == enough for tail in tails)
@@ -100,6 +112,8 @@ def deltas(a: Series, b: Series, start: int) -> array[float]:
 
 def pair(a: Series, b: Series, delta: array[float]) -> Pair:
     """What `delta`, that is b - a, says of two runs."""
+    tenths = [delta[begin:end] for begin, end in pairwise(cuts(len(delta)))]
+    means = [sum(map(abs, tenth)) / len(tenth) for tenth in tenths]
     return Pair(
         a=a.arm,
         b=b.arm,
@@ -107,7 +121,28 @@ def pair(a: Series, b: Series, delta: array[float]) -> Pair:
         differing=len(delta) - delta.count(0.0),
         mean=mean(delta, len(delta)),
         mean_abs=mean(map(abs, delta), len(delta)),
+        peaks=[max(max(tenth), -min(tenth)) for tenth in tenths],
+        tenths=means,
+        tenth_floors=[
+            _undiluted(size, len(tenth) - tenth.count(0.0), len(tenth))
+            for size, tenth in zip(means, tenths, strict=True)
+        ],
     )
+
+
+def cuts(steps: int) -> list[int]:
+    """Where tenths of so many steps begin, and their end; of fewer than ten steps each is one."""
+    parts = min(TENTHS, steps)
+    return [steps * part // parts for part in range(parts + 1)]
+
+
+def _few(differing: int, steps: int) -> bool:
+    return 0 < 2 * differing < steps
+
+
+def _undiluted(mean_abs: float, differing: int, steps: int) -> float:
+    """Mean |delta|, of few steps that differ over those only."""
+    return mean_abs * (steps / differing) if _few(differing, steps) else mean_abs
 
 
 def lag1(delta: array[float]) -> float | None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import filecmp
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import partial
 from heapq import nlargest
-from operator import itemgetter
+from itertools import permutations
+from operator import eq, itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +62,7 @@ def judge(rollout: Path, train: Path, judgments: Sequence[Judgment], resolve: Ca
     pair = pairing.join(ours, theirs)
     if problem := _constant(ours, theirs) or dilution.nothing(pair) or _repeated(pair) or _copied(pair, ours, theirs):
         return _lead(_errors(asked, [problem]), notes, {})
-    return _judge(asked, pair, ours, theirs, notes)
+    return _judge(asked, pair, ours, theirs, [*notes, *_twins(pair, ours, theirs)])
 
 
 def _copied(pair: Pair, ours: LogProbs, theirs: LogProbs) -> str | None:
@@ -71,6 +74,52 @@ def _copied(pair: Pair, ours: LogProbs, theirs: LogProbs) -> str | None:
         f"{ours.semantics['engine']}: a copy, or the same engine with the same settings; give the file that each "
         "engine wrote, with its name and how it ran under the key engine"
     )
+
+
+def _twins(pair: Pair, ours: LogProbs, theirs: LogProbs) -> Iterator[str]:
+    """What to say of files that may be one: equal, without two engines that may agree to the bit; or but rounded."""
+    if pair.rollout == pair.train:
+        if not ("engine" in ours.semantics and "engine" in theirs.semantics):
+            yield (
+                f"every log-prob of {theirs.path.name} is that of {ours.path.name}, and no two engines are named: is "
+                "one a copy? Two engines may agree to the bit; let each file say its own under the key engine"
+            )
+        return
+    for (name, fine), (other, coarse) in permutations(((ours.path.name, pair.rollout), (theirs.path.name, pair.train))):
+        how = next((how for how, rounded in ROUNDED.items() if all(map(eq, map(rounded, fine), coarse))), None)
+        if how and len(set(coarse)) >= CONSTANT:
+            yield f"every log-prob of {other} is that of {name} rounded to {how}: is it a copy, or do the bits agree?"
+            return
+
+
+def _packed(code: str) -> Callable[[float], float]:
+    """A rounding to a format of struct; what does not fit is rounded to NaN, which equals nothing."""
+
+    def rounded(value: float) -> float:
+        try:
+            return float(struct.unpack(code, struct.pack(code, value))[0])
+        except OverflowError:
+            return math.nan
+
+    return rounded
+
+
+def _bf16(value: float) -> float:
+    """Half to even, as torch rounds the bits of an fp32."""
+    try:
+        bits = struct.unpack("<I", struct.pack("<f", value))[0]
+    except OverflowError:
+        return math.nan
+    kept = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return float(struct.unpack("<f", struct.pack("<I", kept))[0])
+
+
+ROUNDED: Mapping[str, Callable[[float], float]] = {
+    **{f"{digits} decimals": partial(round, ndigits=digits) for digits in range(1, 10)},
+    "fp32": _packed("<f"),
+    "bf16": _bf16,
+    "fp16": _packed("<e"),
+}
 
 
 def _constant(ours: LogProbs, theirs: LogProbs) -> str | None:
@@ -112,8 +161,9 @@ def aggregates(pair: Pair, resolve: Callable[[str], Row]) -> dict[str, dict[str,
 def _judge(asked: Sequence[Asked], pair: Pair, ours: LogProbs, theirs: LogProbs, notes: Sequence[str]) -> list[Verdict]:
     evidence = _evidence(pair, ours, theirs)
     verdicts = [_verdict(pair, check, row, limits, evidence) for check, row, limits in asked]
-    verdicts, texts, numbers = _hinted(verdicts, hints.find(pair))
     thin = dilution.find(pair)
+    compared = pairing.without(pair, thin.places) if 0 < len(thin.places) < len(pair.d) else pair
+    verdicts, texts, numbers = _hinted(verdicts, hints.find(compared))
     verdicts = [_doubted(one, thin.short) if _hidden(one, thin.factor) else one for one in verdicts]
     routing = [_routing_note(evidence["routing"])] if pair.flips is not None else []
     return _lead(verdicts, [*notes, *thin.notes, *texts, *routing], numbers)

@@ -193,4 +193,8 @@ class _Builder:
                 self.problems.append(_problem(self.path, "RL004", at, f"{text} is not a finite number", pointer, HINT))
                 return None
             return value
+        if "\0" in text:
+            message = "a text with a NUL byte, which no command, variable or path can hold"
+            self.problems.append(_problem(self.path, "RL006", at, message, pointer, "leave \\0 out"))
+            return None
         return text

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlspec import compare, joining, verdicts
-from rlspec.drift_evidence import FEW_UNITS, figures, remarks
-from rlspec.drift_findings import findings
+from rlspec import compare, drift_doubts, joining, verdicts
+from rlspec.drift_evidence import figures, remarks
+from rlspec.drift_findings import broken_steps, findings
 from rlspec.envelope import Envelope, measure
 from rlspec.errors import SpecError
 from rlspec.model import Judgment, Row, Run, Status, Verdict
 
 NOT_JUDGED = ("out_of_scope", "not_applicable")
-MANY_MORE = 8  # steps beyond twice those on which base runs differ, that chance does not give
+SETTLED_BY_MORE = ("grey_band", "rounding", "split_bases", "spike", "late")  # causes of INVESTIGATE
 
 
 def default_metrics(names: Sequence[str], runs: Sequence[Run]) -> tuple[str, ...]:
@@ -26,8 +26,9 @@ def default_metrics(names: Sequence[str], runs: Sequence[Run]) -> tuple[str, ...
 def wants_base_run(judgment: Judgment, verdict: Verdict, base_runs: int) -> bool:
     """Whether one more base run could settle this verdict.
 
-    It could in the grey band, on a floor of flips, of which more may come, for a FAIL that rests on one envelope, and
-    where base runs are equal and too few count.
+    It could in the grey band, on a floor of flips, of which more may come, where base runs are of two kinds, where they
+    have not shown what the feature does on few steps, for a FAIL that rests on one envelope, and where base runs are
+    equal and too few count.
     """
     if base_runs >= judgment.max_base_runs:
         return False
@@ -35,24 +36,28 @@ def wants_base_run(judgment: Judgment, verdict: Verdict, base_runs: int) -> bool
     if verdict.status == "INVESTIGATE":
         # Not on a zero envelope: an equal run is not counted. Not on an unstable fixture: more such runs give more
         # such envelopes. Not on differing machines: one more run here says nothing about the machine there.
-        return cause in ("grey_band", "rounding")
+        # Nor where digits differ.
+        return cause in SETTLED_BY_MORE
     if verdict.status == "ERROR":
         return cause == "equal_base_runs"
     counted = verdict.evidence.get("base_runs_counted")
     return verdict.status == "FAIL" and judgment.confirm_fail and cause == "ratio" and counted == 2
 
 
-def judge_drift(judgment: Judgment, runs: Sequence[Run], resolve: Callable[[str], Row]) -> Verdict:
+def judge_drift(
+    judgment: Judgment, runs: Sequence[Run], resolve: Callable[[str], Row], beside: Sequence[str] = ()
+) -> Verdict:
     """PASS, INVESTIGATE or FAIL by the ratio of the feature's drift to the run-to-run floor; ERROR without a floor.
 
     `runs` in the order of the arms, the first base run is the reference; `resolve` gives the row of a judgment and
-    may raise SpecError, as does a row without the limits `pass_below` and `fail_above`. Feature runs of different
-    settings are no sample of one thing: each group of equal settings is judged by itself, and the worst decides.
+    may raise SpecError, as does a row without the limits `pass_below` and `fail_above`. `beside` are metrics that have
+    verdicts of their own. Feature runs of different settings are no sample of one thing: each group of equal settings
+    is judged by itself, and the worst decides.
     """
     bases = [run for run in runs if run.arm.role == "base"]
     features = [run for run in runs if run.arm.role == "feature"]
     groups = joining.alike(features) or [[]]
-    answers = [_answer(judgment, bases, group, resolve) for group in groups]
+    answers = [_sound(bases, group, _answer(judgment, bases, group, resolve), beside) for group in groups]
     answer = _worst(groups, answers)
     notes = [joining.attributed(run.arm.name, note) for run in (*bases, *features) for note in run.notes]
     return Verdict(
@@ -119,6 +124,20 @@ def _answer(
     return replace(answer, evidence={**evidence, **answer.evidence}, notes=[*notes, *answer.notes])
 
 
+def _sound(bases: Sequence[Run], features: Sequence[Run], answer: _Answer, beside: Sequence[str]) -> _Answer:
+    """An answer, but never a PASS of runs whose gradients were NaN: what they would have done to the metric is lost."""
+    bad = [text for run in features for text in broken_steps(run, beside)]
+    if not bad or answer.status in ("ERROR", "N/A"):
+        return answer
+    if shown := [text for run in bases for text in broken_steps(run, beside)]:
+        status: Status = "INVESTIGATE" if answer.status == "PASS" else answer.status
+        reason = f"{answer.reason}; but {bad[0]}, as in the base runs ({shown[0]})"
+    else:
+        status, reason = "FAIL", bad[0]
+    evidence = {**answer.evidence, "cause": "non_finite", "findings": bad}
+    return replace(answer, status=status, reason=reason, evidence=evidence, notes=[*answer.notes, *bad[1:]])
+
+
 def _row_name(judgment: Judgment, base_runs: int) -> str:
     return f"drift_calibrated_{min(max(base_runs, 3), 5)}" if judgment.judge == "calibrated" else "drift"
 
@@ -178,6 +197,8 @@ def _judge_zero(judgment: Judgment, envelope: Envelope, row: Row) -> _Answer:
     evidence = {"cause": "zero_envelope", "first_difference": first}
     if not gated:
         return _Answer("MEASURED", reason, row, evidence=evidence, notes=notes)
+    if doubt := drift_doubts.of_digits(envelope):
+        return _Answer("INVESTIGATE", f"{feature.arm} differs; but {doubt[1]}", row, None, {"cause": doubt[0]}, notes)
     if judgment.zero_envelope == "investigate":
         return _Answer("INVESTIGATE", reason, row, evidence=evidence, notes=notes)
     answer = _Answer("FAIL", reason, row, evidence=evidence, notes=notes)
@@ -222,14 +243,16 @@ def _ratio_text(envelope: Envelope, ratio: float) -> str:
 
 
 def _doubted(envelope: Envelope, answer: _Answer, limits: tuple[float, float]) -> _Answer:
-    """A ratio's answer, unless the fixture or the machines account for it."""
+    """A ratio's answer, unless the runs, their digits, the fixture or the machines account for it."""
     if answer.status != "FAIL" and (split := _split_features(envelope, limits[1])):
         reason = f"{answer.reason}; but {', '.join(split)}, so the feature runs are not of one kind"
         evidence = {**answer.evidence, "cause": "split_features"}
         answer = replace(answer, status="INVESTIGATE", reason=reason, evidence=evidence, notes=[*answer.notes, *split])
+    if said := drift_doubts.kinds_text(envelope):
+        answer = replace(answer, notes=[*answer.notes, said])
     if envelope.jump:
         return _unstable(envelope, answer)
-    if answer.status == "PASS" and (doubt := _same_run(envelope) or _rounding(envelope)):
+    if doubt := drift_doubts.find(envelope, answer.status, limits[1]):
         cause, said = doubt
         evidence = {**answer.evidence, "cause": cause}
         return replace(answer, status="INVESTIGATE", reason=f"{answer.reason}; but {said}", evidence=evidence)
@@ -242,34 +265,11 @@ def _doubted(envelope: Envelope, answer: _Answer, limits: tuple[float, float]) -
     return answer
 
 
-def _same_run(envelope: Envelope) -> tuple[str, str] | None:
-    """A feature run that equals a base run which was perturbed on purpose. Others may: a stack can have few ways."""
-    for pair in (pair for row in envelope.cross for pair in row):
-        if not pair.differing and pair.a in envelope.perturbed:
-            return "same_run", f"{pair.b} equals the perturbed {pair.a} to the bit: is it a run of its own?"
-    return None
-
-
-def _rounding(envelope: Envelope) -> tuple[str, str] | None:
-    """A floor of a few flips of the last printed digit says nothing of a feature that differs on many more steps."""
-    unit = 2 * envelope.resolution
-    if not envelope.sparse or not unit or envelope.width >= FEW_UNITS * unit:
-        return None
-    bases = max(pair.differing for pair in envelope.base_pairs)
-    nearest = [min(pairs, key=lambda pair: pair.differing) for pairs in zip(*envelope.cross, strict=True)]
-    feature = max(nearest, key=lambda pair: pair.differing)
-    if feature.differing <= 2 * bases + MANY_MORE:
-        return None
-    floor = f"the floor is {envelope.width / unit:.2g} units of the last printed digit ({unit:g})"
-    where = f"on {bases} steps at most, and {feature.b} differs on {feature.differing} of {feature.steps}"
-    return "rounding", f"{floor} {where}"
-
-
 def _split_features(envelope: Envelope, above: float) -> list[str]:
     """Pooling several feature runs must not hide one that is far off."""
     if len(envelope.features) < 2:
         return []
-    columns = zip(*envelope.cross, strict=True)  # the pairs of one feature run with all base runs
+    columns = envelope.columns
     own = [(pairs[0].b, compare.mean((pair.mean_abs for pair in pairs), len(pairs))) for pairs in columns]
     ratios = [(arm, compare.divide(drift, envelope.width)) for arm, drift in own]
     return [f"{arm} alone reads {ratio:.3g}, above {above:g}" for arm, ratio in ratios if not ratio <= above]

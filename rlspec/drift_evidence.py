@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rlspec import compare, student
+from rlspec import compare, joining, student
 from rlspec.compare import Pair
 from rlspec.envelope import Envelope
 from rlspec.model import Run
@@ -99,7 +99,10 @@ def _offset(envelope: Envelope, ratio: float) -> dict[str, float | None]:
     """The steady offset that has a ratio without the feature's own noise, and in percent of the base's mean magnitude.
 
     That noise adds to it: of offsets at the limit of PASS about half pass, for white noise and random walks alike.
+    Of none that holds where some digits are too coarse for the floor.
     """
+    if envelope.coarse:
+        return {"absolute": None, "percent": None}
     offset, judged = ratio * envelope.width, envelope.bases[0].values[envelope.start :]
     percent = 100 * compare.divide(offset, compare.mean(map(abs, judged), len(judged)))
     return {"absolute": _finite(offset), "percent": _finite(percent)}
@@ -133,7 +136,9 @@ def remarks(
     ]
     if compare.spacing(steps) > 1:
         said.append(f"steps judged {evidence['steps']}")
-    if envelope.start == 0:
+    if envelope.bases[0].counted:
+        said.append("the lines say no steps and are counted; the first may be of several steps, so it is judged, too")
+    elif envelope.start == 0:
         said.append(f"the log begins at step {steps[0]}: step 1 is not in it, every printed step is judged")
     said += _thin_remark(envelope, evidence)
     said += _resolution_remark(evidence)
@@ -141,7 +146,7 @@ def remarks(
     said += _sign_remark(envelope, evidence["sign_balance"])
     if envelope.jump and envelope.floor == "zero":
         said.append(f"the gradient norm of {envelope.jump.arm} jumps at step {envelope.jump.step} (unstable fixture)")
-    return said + _machine_remark(runs)
+    return said + _seed_remark(runs) + _machine_remark(runs)
 
 
 FEW_STEPS = 8
@@ -192,6 +197,12 @@ def _sign_remark(envelope: Envelope, balance: Mapping[str, Any]) -> list[str]:
     side = "above" if balance["positive"] else "below"
     feature, base = envelope.features[0].arm, envelope.bases[0].arm
     return [f"sign balance: {feature} is {side} {base} on all {moved} steps that differ"]
+
+
+def _seed_remark(runs: Sequence[Run]) -> list[str]:
+    differ = joining.seeds({run.arm.name: run.arm.environment for run in runs if run.arm.role == "base"})
+    wide = "so the floor is what seeds differ by, and hides what is smaller"
+    return [f"the base arms differ in {name} ({values}), {wide}" for name, values in differ.items()]
 
 
 def _machine_remark(runs: Sequence[Run]) -> list[str]:

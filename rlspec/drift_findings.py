@@ -7,6 +7,7 @@ from itertools import combinations
 
 from rlspec import compare, joining
 from rlspec.model import Run, Series
+from rlspec.readers import GRADIENT_NORMS, NAN_COUNTERS
 
 
 def findings(metric: str, bases: Sequence[Run], features: Sequence[Run]) -> list[str]:
@@ -19,12 +20,21 @@ def findings(metric: str, bases: Sequence[Run], features: Sequence[Run]) -> list
         return found
     series = [run.series[metric] for run in runs]
     steps = series[0].steps
-    if compare.first_judged(steps) == len(steps):
+    if compare.start(series[0]) == len(steps):
         return [f"step {steps[0]} is the only one of {metric}, and it precedes any update: train more steps"]
     value = compare.single_value(series)
     if value is not None:
         return [_cannot_fail(metric, value)]
     return _printed_perturbation(metric, bases, series)
+
+
+def broken_steps(run: Run, beside: Sequence[str]) -> list[str]:
+    """Where a run says that a step came to nothing: its gradient norm or a count of NaNs, none of those `beside`."""
+    found = [text for name in GRADIENT_NORMS if name not in beside for text in joining.non_finite(name, run)]
+    for counter in (run.series[name] for name in NAN_COUNTERS if joining.has(run, name)):
+        bad = next(((at, one) for at, one in zip(counter.steps, counter.values, strict=True) if not one <= 0), None)
+        found += [f"{run.arm.name}: {counter.metric} is {bad[1]:g} at step {bad[0]}"] if bad else []
+    return found
 
 
 def _different_data(runs: Sequence[Run]) -> list[str]:

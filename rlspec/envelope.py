@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,6 +68,26 @@ class Envelope:
         return max(series.resolution for series in (*self.bases, *self.features))
 
     @property
+    def printed(self) -> tuple[Series, Series]:
+        """The run with the finest and the run with the coarsest digits."""
+        runs = sorted((*self.bases, *self.features), key=lambda run: run.resolution)
+        return runs[0], runs[-1]
+
+    @property
+    def coarse(self) -> bool:
+        """Whether runs are printed to different digits and the coarsest are no finer than the floor.
+
+        A floor of flips of a coarse last digit is one to two units of it.
+        """
+        fine, coarse = self.printed
+        return self.width < 4 * coarse.resolution and not _printed_alike(fine, coarse)
+
+    @property
+    def columns(self) -> list[tuple[Pair, ...]]:
+        """The pairs of each feature run with all base runs."""
+        return list(zip(*self.cross, strict=True))
+
+    @property
     def floor(self) -> Floor:
         if not any(pair.differing for pair in self.base_pairs):
             return "zero"
@@ -81,7 +102,7 @@ def measure(metric: str, base_runs: Sequence[Run], feature_runs: Sequence[Run]) 
     """The envelope of runs that can be judged, two base runs and one feature run at least."""
     bases, dropped = _counted([run.series[metric] for run in base_runs])
     features = [run.series[metric] for run in feature_runs]
-    start = compare.first_judged(bases[0].steps)
+    start = compare.start(bases[0])
     kept = {one.arm: compare.deltas(bases[0], one, start) for one in (bases[1], features[0])}
 
     def pair(a: Series, b: Series) -> Pair:
@@ -110,7 +131,7 @@ def _counted(bases: Sequence[Series]) -> tuple[list[Series], list[str]]:
     not bit-reproducible, and a pair that never parted says nothing about what parting costs: as in a sparse pair its
     zeros would only dilute the floor. So the later one of two equal runs is left out, be it base1 or an added one.
     """
-    start = compare.first_judged(bases[0].steps)
+    start = compare.start(bases[0])
     kept: list[Series] = [bases[0]]
     twins: list[tuple[Series, Series]] = []
     for run in bases[1:]:
@@ -122,6 +143,21 @@ def _counted(bases: Sequence[Series]) -> tuple[list[Series], list[str]]:
     if len(kept) == 1:
         kept.append(twins.pop(0)[0])
     return kept, [f"{run.arm} equals {twin.arm} to the bit and is not counted" for run, twin in twins]
+
+
+def _printed_alike(a: Series, b: Series) -> bool:
+    """Whether values are printed to the same decimals, or to as many significant digits, decimal or binary."""
+    if a.resolution == b.resolution or not (a.resolution and b.resolution):
+        return a.resolution == b.resolution
+    sizes = [(max(map(abs, run.values)), run.resolution) for run in (a, b)]
+    decimal = {_decimal(largest) - _decimal(2 * unit) for largest, unit in sizes}
+    binary = {math.frexp(largest)[1] - math.log2(unit) for largest, unit in sizes}
+    return len(decimal) == 1 or len(binary) == 1
+
+
+def _decimal(value: float) -> int:
+    """The exponent of ten; a unit of the last digit may lie an ulp below its power."""
+    return math.floor(math.log10(value) + 1e-9) if value else 0
 
 
 def _first_jump(bases: Sequence[Run]) -> Jump | None:

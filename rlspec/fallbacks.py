@@ -9,18 +9,20 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Operators of torch that make, move, compare or sort data. Any other is arithmetic.
+# Operators of torch that make, move, compare or sort data. Any other is arithmetic, such as what `observe` names
+# "index_put_ (accumulate)", and scatter, which may add, too.
 _MOVING = frozenset((
     "_local_scalar_dense", "_pin_memory", "_reshape_alias", "_to_copy", "_unsafe_view", "alias", "all", "aminmax",
     "any", "arange", "as_strided", "bitwise_and", "bitwise_not", "bitwise_or", "cat", "chunk", "clamp", "clamp_max",
-    "clamp_min", "clone", "constant_pad_nd", "contiguous", "copy_", "detach", "detach_", "empty", "empty_like",
-    "empty_strided", "eq", "equal", "expand", "fill", "fill_", "flatten", "full", "full_like", "gather", "ge", "gt",
-    "index_select", "is_nonzero", "is_pinned", "isfinite", "isnan", "item", "le", "lift_fresh", "logical_and",
-    "logical_not", "logical_or", "lt", "masked_fill", "masked_fill_", "narrow", "ne", "new_empty",
-    "new_empty_strided", "new_full", "new_zeros", "ones", "ones_like", "pad", "permute", "pin_memory",
-    "promote_types", "record_stream", "reshape", "scalar_tensor", "searchsorted", "select", "set_", "slice", "sort",
-    "split", "split_with_sizes", "squeeze", "stack", "t", "to", "transpose", "unbind", "unflatten", "unsqueeze",
-    "view", "where", "zero_", "zeros", "zeros_like",
+    "clamp_min", "clone", "constant_pad_nd", "contiguous", "copy_", "detach", "detach_", "diagonal", "empty",
+    "empty_like", "empty_strided", "eq", "equal", "expand", "fill", "fill_", "flatten", "flip", "full", "full_like",
+    "gather", "ge", "gt", "index", "index_copy", "index_copy_", "index_put", "index_put_", "index_select",
+    "is_nonzero", "is_pinned", "isfinite", "isnan", "item", "le", "lift_fresh", "logical_and", "logical_not",
+    "logical_or", "lt", "masked_fill", "masked_fill_", "masked_select", "narrow", "ne", "new_empty",
+    "new_empty_strided", "new_full", "new_ones", "new_zeros", "nonzero", "ones", "ones_like", "pad", "permute",
+    "pin_memory", "promote_types", "record_stream", "repeat", "reshape", "roll", "scalar_tensor", "searchsorted",
+    "select", "set_", "slice", "sort", "split", "split_with_sizes", "squeeze", "stack", "t", "take", "to", "transpose",
+    "unbind", "unflatten", "unfold", "unsqueeze", "view", "where", "zero_", "zeros", "zeros_like",
 ))  # fmt: skip
 # Where the launches of a backend are seen; `fastest` takes the kernels of either.
 _LAUNCHES: Mapping[str, tuple[str, ...]] = {

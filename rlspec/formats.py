@@ -50,11 +50,13 @@ class Line:
 class Format(ABC):
     """Parses lines in the order of the log.
 
-    `stripped` says that trailing zeros of numbers may be left out, `float32` that values are kept as such.
+    `stripped` says that trailing zeros of numbers may be left out, `float32` that values are kept as such, `counted`
+    that lines say no step and are numbered.
     """
 
     stripped = False
     float32 = False
+    counted = False
 
     @abstractmethod
     def parse(self, text: str) -> Line | None:

@@ -14,6 +14,7 @@ from rlspec.model import Arm, Run, Series
 # Variables by which runs of one sample differ: seeds, and where each writes to. What is read or loaded, such as data,
 # weights or code, is a setting, and so is a number or a switch by whatever name, such as FAN_OUT=4.
 SEED = re.compile(r"SEED|(?:^|_)RNG(?:_|$)", re.IGNORECASE)
+SEEDED = re.compile(r"seed[=: ]+\d", re.IGNORECASE)  # in a value, such as --seed 1
 PLACE = re.compile(r"(?:^|_)(?:\w*DIR|\w*PATH|OUT|OUTPUTS?|(?:OUT|LOG)_?FILE|LOGS?|(?:RUN|WANDB)_NAME)$", re.IGNORECASE)
 INPUT = re.compile(
     r"DATA|CORPUS|MODEL|WEIGHTS|TOKENIZER|VOCAB|TEACHER|INIT|LOAD|RESUME|RESTORE|INPUT|CONFIG|CFG|PYTHON|LIB|PRELOAD"
@@ -80,6 +81,21 @@ def alike(runs: Sequence[Run]) -> list[list[Run]]:
         else:
             same.append(run)
     return [group for _, group in groups]
+
+
+def seeds(environments: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Variables that name a seed and differ between arms, with their values in words, such as `1 in base0, 2 in base1`.
+
+    What such arms differ by is what seeds do, which is far more than two runs of one thing part by.
+    """
+    given = {pair for each in environments.values() for pair in each.items()}
+    names = sorted({name for name, value in given if SEED.search(name) or SEEDED.search(value)})
+    values = {name: {arm: each.get(name, "nothing") for arm, each in environments.items()} for name in names}
+    return {
+        name: ", ".join(f"{value} in {arm}" for arm, value in by_arm.items())
+        for name, by_arm in values.items()
+        if len(set(by_arm.values())) > 1
+    }
 
 
 def _without_seed_and_places(arm: Arm) -> Arm:

@@ -152,7 +152,8 @@ class Dicts(Format):
         if len(found) != starts or starts > 1:
             raise BadLine("*", "has a dict with a loss that cannot be read, so the steps cannot be counted")
         fields = found[0]
-        self._own.append(fields.pop("step", None))
+        self._own.append(own := fields.pop("step", None))
+        self.counted |= own is None
         return Line(str(len(self._own)), fields)
 
     def recognises(self, head: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +12,19 @@ from typing import Any
 
 from rlspec import (
     chain_records,
+    chains,
     copies,
     logs,
     measurements,
+    nodes,
     pipeline,
     reports,
     resuming,
     reuse,
     runs,
     schema,
+    unasked,
+    verdicts,
     workloads,
 )
 from rlspec import contract as contracts
@@ -31,6 +36,8 @@ from rlspec.model import Arm, Document, Result, Spec, Step
 from rlspec.reports import build, digest, sealed
 
 MEASURED = ("operators", "chain")  # kinds whose reports hold what their verdicts are derived from
+CELLS = {*nodes.JUDGMENTS, *chains.JUDGMENTS, chains.ACROSS}  # their judgments
+DERIVED = ("question", "outcome", "expect", "model", "tag", "dtype", "verdicts", "counts")
 
 
 def judge(
@@ -176,6 +183,8 @@ def _inodes(path: Path) -> set[tuple[int, int]]:
 def rejudge(folder: runs.Folder, contract_name: str | None = None) -> dict[str, Any]:
     """Judge a finished run again from its records. Raises SpecError or RunError."""
     planned = runs.load(folder.plan, "plan")
+    if planned.get("seal", due := runs.seal(planned)) != due:
+        raise RunError(f"{folder.plan} has been edited since: its seal is not the digest of what stands in it")
     seen = {**planned["spec"], "path": str(runs.spec_of(folder, planned))}
     spec = resuming.with_added(_planned_spec({**planned, "spec": seen}), planned)
     contract = _planned_contract(folder.plan, planned, contract_name)
@@ -189,11 +198,22 @@ def rejudge(folder: runs.Folder, contract_name: str | None = None) -> dict[str, 
         elif not step.argv:
             states[step.arm.name] = state_of(step, "done")
     steps = tuple(dataclasses.replace(s, commit=by_name[s.arm.name].get("commit")) for s in steps)
-    made = pipeline.judge_states(spec, contract, steps, states)
     results = pipeline.results_of(spec, steps, states) if spec.workload else ()
+    _asked_for(folder.plan, spec, results)
+    made = pipeline.judge_states(spec, contract, steps, states)
     report = build(spec, contract, steps, states, made, folder, results)
     report["overrides"] = planned.get("overrides", [])
+    if "seal" not in planned:
+        report["notes"].append("the plan has no seal, as those of an older rlspec: an edit of it would not be seen")
     return report
+
+
+def _asked_for(path: Path, spec: Spec, results: Sequence[Result]) -> None:
+    """Raise RunError where an arm measured what is not asked for: else what failed could be left out."""
+    for result in results:
+        if result.measured is not None and (more := unasked.first(spec, result.measured)):
+            said = f"arm {result.arm.name} measured {more}, which it does not ask for"
+            raise RunError(f"{path} has been edited since: {said}")
 
 
 def _planned_spec(planned: Mapping[str, Any]) -> Spec:
@@ -219,45 +239,109 @@ def _planned_contract(path: Path, planned: Mapping[str, Any], name: str | None) 
 
 def _from_measured(path: Path, given: dict[str, Any], contract_name: str | None) -> dict[str, Any]:
     """Judge the cells of a report again, from the numbers in it. Raises RunError if they were touched."""
-    own = given["kind"]
-    needed = ("seal", "measured", "workload", own, "contract", "spec")
-    if any(not given.get(name) for name in needed) or "data" not in given["spec"] or "rows" not in given["contract"]:
-        raise RunError(f"{path} has been edited since: it does not hold all that its verdicts are derived from")
-    sealed(path, given)
-    (chain_records if own == "chain" else measurements).check(path, given["measured"])
-    workload = given["workload"]
-    if workloads.digest(workload["data"]) != workload["digest"]:
-        raise RunError(f"{path}: the workload has been edited since: it does not have the digest beside it")
+    _holds(path, given, "measured")
+    (chain_records if given["kind"] == "chain" else measurements).check(path, given["measured"])
     spec, contract = _planned_spec(given), _planned_contract(path, given, contract_name)
+    names = [arm.name for arm in spec.arms]
+    if [arm["name"] for arm in given["arms"]] != names or not given["measured"].keys() <= set(names):
+        raise RunError(f"{path} has been edited since: its arms are not those of its spec")
     reasons = {arm["name"]: arm["reason"] for arm in given["arms"]}
     results = [
         Result(arm=arm, records=path, measured=given["measured"].get(arm.name), failure=reasons.get(arm.name))
         for arm in spec.arms
     ]
+    _asked_for(path, spec, results)
     made = CHECKS[spec.kind].judge(spec, results, contract)
-    report = build(spec, contract, (), {}, made, None, results)
-    report |= {key: given[key] for key in ("arms", "overrides", "spec")}
+    report = build(spec, contract, (), {}, made, None, results, given["arms"])
+    report |= {key: given[key] for key in ("overrides", "spec")}
     report["seal"] = measurements.seal(report)
     if _said(given) != _said(report):
         report["notes"].append(f"the verdicts are not those that stand in {path}")
     return report
 
 
+def _holds(path: Path, given: Mapping[str, Any], *more: str) -> None:
+    """Raise RunError unless a report holds, as it was written, what its verdicts are derived from."""
+    needed = ("seal", "workload", given["kind"], "contract", "spec", *more)
+    if any(not given.get(name) for name in needed) or "data" not in given["spec"] or "rows" not in given["contract"]:
+        raise RunError(f"{path} has been edited since: it does not hold all that its verdicts are derived from")
+    sealed(path, given)
+    workload = given["workload"]
+    if workloads.digest(workload["data"]) != workload["digest"]:
+        raise RunError(f"{path}: the workload has been edited since: it does not have the digest beside it")
+
+
 def _said(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [(one["judgment"], one["subject"], one["status"]) for one in report["verdicts"]]
 
 
-def unedited(path: Path, report: dict[str, Any]) -> None:
-    """Raise RunError if a report does not agree with itself, or says other verdicts than its measurements give."""
+def unedited(path: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """The report, to be printed; in the words of today where its measurements give them.
+
+    Raises RunError if it does not agree with itself, or says other verdicts than its measurements give.
+    """
     reports.unedited(path, report)
-    if {one["status"] for one in report["verdicts"]} == {"BLOCKED"}:
-        return  # nothing was measured
-    if report["kind"] in MEASURED or report.get("measured") or report.get("seal"):
-        for said, due in itertools.zip_longest(_said(report), _said(_from_measured(path, report, None))):
-            if said != due:
-                stands, derived = (" ".join(one) if one else "none" for one in (said, due))
-                judge = f"`rlspec judge {path}` tells all"
-                raise RunError(f"{path}: the verdict {stands} is not what its measurements give, {derived}; {judge}")
+    named = {one["judgment"] for one in report["verdicts"]}
+    if (
+        report["kind"] not in MEASURED
+        and named.isdisjoint(CELLS)
+        and not (report.get("measured") or report.get("seal"))
+    ):
+        beside = (path.parent / "plan.json").is_file() and any(path.parent.glob("*.records.jsonl"))
+        if beside and not _is_blocked(report):
+            _agree(path, report, rejudge(runs.find(runs.root(Path.cwd()), str(path.parent))))
+        return report
+    derived = _not_run(path, report) if _is_blocked(report) else _from_measured(path, report, None)
+    _agree(path, report, derived)
+    return _in_words_of(derived, report)
+
+
+def _agree(path: Path, report: Mapping[str, Any], derived: Mapping[str, Any]) -> None:
+    """Raise RunError at the first verdict that is not the derived one, or if `expect` is not."""
+    for said, due in itertools.zip_longest(_said(report), _said(derived)):
+        if said != due:
+            stands, derives = (" ".join(one) if one else "none" for one in (said, due))
+            judge = f"`rlspec judge {path}` tells all"
+            raise RunError(f"{path}: the verdict {stands} is not what its measurements give, {derives}; {judge}")
+    if _expects(report) != _expects(derived):
+        raise RunError(f"{path} has been edited since: what it says of `expect` is not what its spec and verdicts give")
+
+
+def _is_blocked(report: Mapping[str, Any]) -> bool:
+    """Whether nothing was measured, for want of what the spec requires."""
+    measured = any((report.get("measured") or {}).values())
+    return not measured and {one["status"] for one in report["verdicts"]} == {"BLOCKED"}
+
+
+def _not_run(path: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """A report of which nothing ran: its verdicts rest on a machine alone, what is expected of them on its spec."""
+    _holds(path, given)
+    evidence = {"category": "blocked_hardware"}
+    made = [{**one, "statistic": None, "evidence": evidence, "notes": []} for one in given["verdicts"]]
+    code = verdicts.exit_code([one["status"] for one in made])
+    return reports.expected(_planned_spec(given), {**given, "verdicts": made, "expect": None, "exit_code": code})
+
+
+def _expects(report: Mapping[str, Any]) -> tuple[str, bool] | None:
+    expect = report["expect"]
+    return expect and (expect["status"], expect["met"])
+
+
+def _in_words_of(derived: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
+    """The report with all that follows from its seal; that other words stood there is noted."""
+    notes, nonfinite = list(report["notes"]), report.get("nonfinite") or {}
+    if _words(derived) != _words(report):
+        notes.append("reasons and figures are those that the measurements give today; the report says others")
+    left = {place: number for place, number in nonfinite.items() if not place.startswith("/verdicts/")}
+    return {**report, **{key: derived[key] for key in DERIVED}, "notes": notes, "nonfinite": left}
+
+
+def _words(report: Mapping[str, Any]) -> list[tuple[str, float | None, list[str]]]:
+    """What is told of each verdict; a number that is not finite is none, as in a file."""
+    numbers = (one["statistic"] for one in report["verdicts"])
+    finite = [number if number is not None and math.isfinite(number) else None for number in numbers]
+    said = zip(finite, report["verdicts"], strict=True)
+    return [(one["reason"], number, list(one["notes"])) for number, one in said]
 
 
 def _untouched(step: Step, state: Mapping[str, Any]) -> None:

@@ -107,6 +107,7 @@ OPTIONAL: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0, at most 1"),
     "top_k": (lambda value: type(value) is int, "a whole number (0 or -1: off)"),
     "weights": (lambda value: type(value) is int or _is_text(value), "a hash or a version of the weights"),
+    "tensors": (_is_text, "a hash of the weights' tensors"),
     "processed": (lambda value: value in ("raw", "processed"), "raw or processed"),
     "head_dtype": (_is_text, "a dtype such as bf16 or fp32"),
 }

@@ -10,6 +10,7 @@ import math
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,7 @@ from rlspec.joining import findings
 from rlspec.json_formats import Dicts, trainer_state
 from rlspec.model import Arm, Run, Series
 from rlspec.printed import whole_number
-from rlspec.readers import GRADIENT_NORMS, READERS, Reader, find, understanding
+from rlspec.readers import GRADIENT_NORMS, NAN_COUNTERS, READERS, Reader, find, understanding
 from rlspec.recordings import Recording
 from rlspec.shapes import Shape
 
@@ -39,8 +40,9 @@ def read(path: Path, reader: str, arm: Arm, *, metrics: Sequence[str] = (), patt
     """The run that a log tells of.
 
     Without `metrics` the reader's default and timing metrics are taken (jsonl, csv, regex: every numeric field); the
-    gradient norm comes with any choice. A metric that the log does not have is absent from the series. Raises
-    SpecError where the file, the reader or the pattern cannot be used, RunError where reading the file breaks off.
+    gradient norm comes with any choice, and a count of NaN steps that is not 0. A metric that the log does not have is
+    absent from the series. Raises SpecError where the file, the reader or the pattern cannot be used, RunError where
+    reading the file breaks off.
     """
     chosen = find(reader)
     if pattern is not None and reader != "regex":
@@ -232,13 +234,19 @@ def _run(log: _Log, reader: Reader, arm: Arm, metrics: Sequence[str]) -> Run:
     if len(log.totals) > 1:
         (one, first), (two, second), *_ = log.totals.items()
         table.fault("*", f"says that there are {one} steps at line {first} and {two} steps at line {second}")
-    series = table.series(arm.name, reader.repeats)
+    series = {
+        metric: replace(one, counted=log.form.counted) for metric, one in table.series(arm.name, reader.repeats).items()
+    }
     notes = [*table.notes, *(f"{name}: {note}" for note in log.form.notes())]
     if not table.steps:
         return Run(arm=arm, series={}, faults={"*": _nothing(log, reader)}, notes=tuple(notes))
     _fault_usual(log, reader, series)
+    timing = [metric for metric, _ in reader.timing.values()]
+    notes += table.ambiguous(metric for metric in series if metric not in timing)
     for counter in reader.counters:
-        notes += _counted(name, series.get(counter) if counter in metrics else series.pop(counter, None))
+        notes += (told := _counted(name, series.get(counter)))
+        if counter not in metrics and not (told and counter in NAN_COUNTERS):
+            series.pop(counter, None)
     if reader.sentinel in series and all(value == -1 for value in series[reader.sentinel].values):
         notes.append(
             f"{name}: {reader.sentinel} is -1 on every step, the sentinel of a pipeline rank that has no loss: "

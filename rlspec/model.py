@@ -194,7 +194,8 @@ class Step:
 class Series:
     """One metric of one arm, in ascending steps without repeats; values are doubles.
 
-    `resolution` is half a unit of the last printed digit (the coarsest seen), 0 if values are exact.
+    `resolution` is half a unit of the last printed digit (the coarsest seen), 0 if values are exact. `counted`: steps
+    are numbers of lines, of which the first may be the mean of several steps.
     """
 
     arm: str
@@ -202,6 +203,7 @@ class Series:
     steps: array[int]
     values: array[float]
     resolution: float = 0.0
+    counted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,27 @@ def check(document: Document, options: arms.Options) -> tuple[Spec, contracts.Co
     return spec, contract, blocked
 
 
+def of_suite(documents: Sequence[Document], options: arms.Options) -> list[arms.Options]:
+    """The options of each spec of a suite, which may go on: one that was not reached when it was cut off begins anew.
+
+    That is one without a run, or with a run from before the one that was cut off. SpecError if none has a run.
+    """
+    if not (options.resume or options.retry_errors):
+        return [options] * len(documents)
+    base = runs.root(Path.cwd().resolve())
+    found = [runs.latest(base, document.path) for document in documents]
+    if not any(found):
+        raise SpecError("none of these specs has an earlier run to go on with; leave out --resume and --retry-errors")
+    anew = dataclasses.replace(options, resume=False, retry_errors=False)
+    chosen, cut_off = [], ""
+    for folder in found:
+        goes_on = folder is not None and runs.began(folder) >= cut_off
+        chosen.append(options if goes_on else anew)
+        if folder is not None and goes_on and not folder.report.exists():
+            cut_off = runs.began(folder)
+    return chosen
+
+
 def run(document: Document, options: arms.Options, stream: TextIO) -> dict[str, Any]:
     """Execute and judge one linted spec. Raises SpecError (nothing ran), RunError, launch.Interrupted."""
     spec, contract, blocked = check(document, options)
@@ -225,7 +246,7 @@ def _write_plan(session: arms.Session, steps: Sequence[Step]) -> None:
             for step in steps
         ],
     }
-    runs.save(session.folder.plan, data)
+    runs.save(session.folder.plan, {**data, "seal": runs.seal(data)})
 
 
 def _execute_all(session: arms.Session, steps: Sequence[Step]) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from decimal import Decimal
 EXACT_DIGITS = 15  # significant digits from which on a printed double counts as exact
 MAX_STEP = 2**63 - 1
 
-NUMBER = re.compile(r"[+-]?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
+# A number below 1 has no thousands: 0,947 has a decimal comma.
+NUMBER = re.compile(r"[+-]?(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
+EITHER_COMMA = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}", re.ASCII)  # of thousands, or of three decimals
 NONFINITE = re.compile(
     r"([+-]?)(?:(nan(?:\(\w*\))?|1\.#(?:qnan|snan|ind)0*)|inf(?:inity)?|1\.#inf0*)", re.IGNORECASE | re.ASCII
 )

@@ -43,7 +43,11 @@ def environment(
         if os.pathsep in path:
             raise SpecError(f"{path}: a path with {os.pathsep!r} in it cannot be put into PYTHONPATH; move it")
     own = declared.get("PYTHONPATH", inherited.get("PYTHONPATH", ""))
-    ours = {"PYTHONPATH": os.pathsep.join([*paths, *([own] if own else [])]), "RLSPEC_OBSERVE": str(folder.absolute())}
+    ours = {
+        "PYTHONPATH": os.pathsep.join([*paths, *([own] if own else [])]),
+        "RLSPEC_DECLARED_PATH": declared.get("PYTHONPATH", ""),  # operators are looked for there before all else
+        "RLSPEC_OBSERVE": str(folder.absolute()),
+    }
     return {**DEFAULTS, **declared, **ours}
 
 

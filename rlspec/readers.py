@@ -17,6 +17,7 @@ GRADIENT_NORMS = (
     *("gradient-norm", "grad_norm", "grad norm", "grad-norm", "gradient_norm"),
     *("train/gradient-norm", "train/grad_norm", "actor/grad_norm", "optim/total grad norm"),
 )
+NAN_COUNTERS = ("number of nan iterations",)
 LOSSES = ("loss", "cross-entropy-loss", "lm loss", "lm_loss", "CE loss", "pg_loss", "global_avg_loss", "train_loss")
 _UNITS = {"step_time": "s", "throughput": "tokens/s", "peak_memory": "GiB"}
 
@@ -105,11 +106,11 @@ READERS: dict[str, Reader] = {
         ),
         metrics=("lm loss", "load_balancing_loss", "grad norm"),
         timing={"step_time": ("elapsed time per iteration (ms)", 0.001)},
-        counters=("number of skipped iterations", "number of nan iterations"),
+        counters=("number of skipped iterations", *NAN_COUNTERS),
     ),
     "huggingface": Reader(
         name="huggingface",
-        about="a dict a step, `{'loss': '5.616', 'grad_norm': '0.7746', …}`, counted from 1; or trainer_state.json",
+        about="dicts, `{'loss': '5.616', 'grad_norm': '0.7746', …}`, counted and all judged; or trainer_state.json",
         resolution="4 digits; the trainer state all",
         form=lambda _: Dicts(),
         metrics=("loss", "grad_norm"),
@@ -190,7 +191,7 @@ READERS: dict[str, Reader] = {
     ),
     "wandb": Reader(
         name="wandb",
-        about="W&B's run-<id>.wandb, or its folder offline-run-…: the history by key, W&B's own step",
+        about="W&B's run-<id>.wandb, or a folder above it: the history by key, W&B's own step",
         resolution="as logged",
         form=lambda _: WandbFiles(),
         folders=True,

@@ -170,9 +170,10 @@ class WandbFiles(Recording):
     def files(self, path: Path) -> Sequence[Path]:
         if not path.is_dir():
             return [path]
-        found = sorted(path.glob("run-*.wandb"))
+        found = sorted(path.rglob("run-*.wandb"))  # W&B puts wandb/offline-run-…/ below the folder that it is given
         if len(found) != 1:
-            named = f": name one of {', '.join(file.name for file in found)}" if found else ""
+            names = [file.relative_to(path).as_posix() for file in found]
+            named = f": name one of {', '.join(names)}" if found else ""
             raise SpecError(f"{path} holds {len(found) or 'no'} files run-*.wandb{named}")
         return found
 

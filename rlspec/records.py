@@ -18,7 +18,7 @@ from rlspec.model import Arm, Run, Series
 
 SCHEMA_VERSION = 1
 _KEYS = {
-    "run": {"record", "schema_version", "arm", "reader", "steps_expected", "resolution", "faults", "notes"},
+    "run": {"record", "schema_version", "arm", "reader", "steps_expected", "resolution", "faults", "notes", "counted"},
     "step": {"record", "step", "metrics", "data"},
     "end": {"record", "steps"},
 }
@@ -43,6 +43,7 @@ def _lines(run: Run, reader: str) -> Iterator[dict[str, Any]]:
         "resolution": {name: series.resolution for name, series in run.series.items()},
         "faults": dict(run.faults),
         "notes": list(run.notes),
+        **({"counted": True} if any(series.counted for series in run.series.values()) else {}),
     }
     at = {name: dict(zip(series.steps, series.values, strict=True)) for name, series in run.series.items()}
     steps = sorted({step for values in at.values() for step in values})
@@ -102,6 +103,7 @@ def read(path: Path, arm: Arm) -> Run:
             steps=steps[name],
             values=values[name],
             resolution=float(resolution.get(name, 0.0)),
+            counted=bool(head.get("counted")),
         )
         for name in steps
     }

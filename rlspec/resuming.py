@@ -27,7 +27,7 @@ def as_planned(
     then = {arm["revision"]: arm["commit"] for arm in planned["arms"] if arm.get("revision") and arm.get("commit")}
     moved = [name for name, commit in then.items() if commits.get(name, commit) != commit]
     anew = f"`rlspec run {spec.path} --from {folder.name}` judges what is there now"
-    if moved and not options.arms and _is_over(folder, planned):
+    if moved and not options.arms and is_over(folder, planned):
         named = ", ".join(f"{name} moved from {then[name][:12]} to {commits[name][:12]}" for name in moved)
         raise SpecError(f"{folder.name} is complete, and since then {named}; {anew}")
     said = [
@@ -37,7 +37,7 @@ def as_planned(
     return with_added(spec, planned), {**commits, **then}, said
 
 
-def _is_over(folder: runs.Folder, planned: Mapping[str, Any]) -> bool:
+def is_over(folder: runs.Folder, planned: Mapping[str, Any]) -> bool:
     """Whether a run has its report, and no arm is left to run or to try again."""
     states = [folder.workspace / f"{arm['stem']}.provenance.json" for arm in planned["arms"]]
     return folder.report.exists() and all(one.exists() and runs.load(one).get("status") == "done" for one in states)

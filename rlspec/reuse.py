@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from rlspec import checkouts, inputs, provenance, runs, snapshot
-from rlspec.arms import Session
+from rlspec import checkouts, companions, inputs, named, provenance, resuming, runs, snapshot
+from rlspec.arms import Session, own_files
 from rlspec.changes import listed
 from rlspec.errors import SpecError
 from rlspec.model import Step
@@ -34,6 +34,7 @@ def take_over(session: Session, steps: Sequence[Step]) -> None:
         for step in steps
         if step.arm.name not in session.options.arms and step.arm.name not in session.states and step.argv
     }
+    _refuse_to_overwrite(session, earlier, reasons)
     kept = _kept(session, earlier, planned, reasons)
     for step in steps:
         name = step.arm.name
@@ -42,6 +43,7 @@ def take_over(session: Session, steps: Sequence[Step]) -> None:
         reason = reasons[name]
         if reason is None or name in kept:
             session.states[name] = _copy(session, step, earlier, planned[name]["stem"])
+            session.note(*companions.remarks(session.states[name], ()))
             if reason is not None:
                 session.say(f"{name}: stays as it ran, though {reason}: an arm failed, and --retry-errors runs both")
             elif step.commit is None and session.states[name].get("code_digest") is None:
@@ -50,6 +52,18 @@ def take_over(session: Session, steps: Sequence[Step]) -> None:
             raise SpecError(f"arm {name} of {earlier.name} cannot be used: {reason}; run it again with --arm {name}")
         elif reason != "it has not run":
             session.say(f"{name}: runs again, since {reason}")
+
+
+def _refuse_to_overwrite(session: Session, earlier: runs.Folder, reasons: Mapping[str, str | None]) -> None:
+    """SpecError where arms would run again inside a run that is complete, whose records are what was judged."""
+    if earlier != session.folder or session.options.arms:
+        return
+    found = [f"{name} is not as it ran: {why}" for name, why in reasons.items() if why not in (None, "it has not run")]
+    if found and resuming.is_over(earlier, runs.load(earlier.plan, "plan")):
+        raise SpecError(
+            f"{earlier.name} is complete, and since then {found[0]}; `rlspec run {session.spec.path} --from "
+            f"{earlier.name}` judges what is there now, in a new run"
+        )
 
 
 def _kept(
@@ -97,6 +111,10 @@ def _not_reusable(
         return changed
     if apart := _beside(state, earlier):
         return f"{listed(apart, 3)}, outside its tree, changed since then"
+    if near := _near(session, step, state, earlier):
+        return near
+    if given := _given(session, step, state, earlier):
+        return f"{listed(given, 3)}, which the command names, changed since then"
     if state.get("inputs") != inputs.seen(session.spec, step.arm):
         return "its tokens or weights are not known to be those that it had"
     path = earlier.workspace / f"{planned['stem']}.records.jsonl"
@@ -145,6 +163,23 @@ def _beside(state: Mapping[str, Any], earlier: runs.Folder) -> list[str]:
     move = earlier.move(state)
     places = {name: move.path(name) for name in state.get("beside") or ()}
     return [name for name, path in places.items() if not path.is_file() or digest(path) != state["beside"][name]]
+
+
+def _given(session: Session, step: Step, state: Mapping[str, Any], earlier: runs.Folder) -> list[str]:
+    """Files that the command of an arm named and that are not as they were, less what the arms of its run wrote."""
+    if not state.get("named"):
+        return []
+    move, (top, _) = earlier.move(state), snapshot.top_of(checkouts.folder(session.spec))
+    files = () if step.arm.command else earlier.workspace.glob("*.provenance.json")
+    arms: list[Mapping[str, Any]] = [runs.load(path) for path in files]
+    return named.changed(state, arms or [state], lambda name: move.path(name) if name.startswith("/") else top / name)
+
+
+def _near(session: Session, step: Step, state: Mapping[str, Any], earlier: runs.Folder) -> str | None:
+    """Why what lay beside the operators of an arm is not as it was."""
+    own = own_files(session.spec, session.folder.workspace.parents[3])
+    top, _ = snapshot.top_of(checkouts.folder(session.spec))
+    return companions.changed(session.spec, step.arm, state, top, earlier.move(state).path, own)
 
 
 def _without(argv: Sequence[str], folder: runs.Folder) -> list[str]:

@@ -46,6 +46,12 @@ RULES: dict[str, Rule] = {
         "revision: <feature-branch>",
         "revision: fused-router",
     ),
+    "RL006": Rule(
+        "no text holds a NUL byte",
+        "The operating system ends a word at it, so that no process could be given the command, variable or path.",
+        'environment: {MODE: "a\\0b"}',
+        'environment: {MODE: "a b"}',
+    ),
     "RL101": Rule(
         "keys are known",
         "A misspelt key would otherwise be ignored, and its default would be judged instead.",
@@ -268,6 +274,12 @@ RULES: dict[str, Rule] = {
         "trainer: {name: embedded}  # in a repository without rlspec/device\narms: [{…, revision: main}]",
         "arms: [{name: feat0, role: feature, implementation: {attention: reference}}]",
     ),
+    "RL232": Rule(
+        "base arms have the same seeds (warning)",
+        "Two seeds part by far more than two runs of one seed, so a floor between them would pass almost any change.",
+        'arms: [{name: base0, …, environment: {SEED: "1"}}, {name: base1, …, environment: {SEED: "2"}}, …]',
+        'arms: [{name: base0, …, environment: {SEED: "1"}}, {name: base1, …, environment: {SEED: "1"}}, …]',
+    ),
     "RL301": Rule(
         "a parity spec has one rollout arm and one train arm",
         "d = train − rollout; sides are chosen by role, since only this direction makes the estimator a KL.",
@@ -301,7 +313,8 @@ RULES: dict[str, Rule] = {
     ),
     "RL306": Rule(
         "settings of an engine go together",
-        "A setting that an execution does not use, or that another decides, would say something that did not happen.",
+        "A setting that an execution does not use, or that another decides, would say something that did not happen; "
+        "rows of another dtype than that of both arms would allow what theirs does not round.",
         "settings: {execution: decode, padding: right}",
         "settings: {execution: decode}",
     ),
@@ -341,7 +354,8 @@ RULES: dict[str, Rule] = {
     "RL316": Rule(
         "a judgment across arms has a second arm, and gradients to compare",
         "An arm that is held against the first one would otherwise be held against nothing, and pass; gradients that "
-        "no judgment asks for are not measured, and none would be compared.",
+        "no judgment asks for are not measured, and none would be compared. Arms that differ by name alone are one "
+        "thing compared with itself (warning).",
         "judgments: [gradient_accuracy, cross_arm_invariance]\narms: [{name: triton, implementation: triton}]",
         "judgments: [gradient_accuracy, cross_arm_invariance]\narms: [{name: triton, …}, {name: cuda, …}]",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gzip
+import hashlib
 import json
 import re
 import shutil
@@ -209,6 +210,11 @@ def latest(base: Path, spec_path: Path) -> Folder | None:
     return next((one for one in reversed(named) if spec_of(one, load(one.plan, "plan")) == spec_path.resolve()), None)
 
 
+def began(folder: Folder) -> str:
+    """When a run began, in UTC, as its name says; such texts sort by time."""
+    return folder.name.partition("-")[0]
+
+
 def spec_of(folder: Folder, plan: Mapping[str, Any]) -> Path:
     """The spec of a run, by its path here."""
     return folder.move(plan).path(plan["spec"]["path"])
@@ -239,6 +245,12 @@ def load(path: Path, name: str | None = None) -> dict[str, Any]:
     if name and (found := schema.check_value(data, name)):
         raise RunError(f"{path} is no {name} of this version: {found[0]}")
     return data
+
+
+def seal(plan: Mapping[str, Any]) -> str:
+    """SHA-256 over all else that a plan says, as canonical JSON: any edit breaks it."""
+    said = json.loads(json.dumps({key: value for key, value in plan.items() if key != "seal"}))
+    return hashlib.sha256(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def given(path: Path, name: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -185,7 +186,9 @@ def _rewrite(error: Any, about: str) -> str:
         plain = error.instance.strip().rstrip("x%")
         return f"write {plain}, without quotes and units" if plain.replace(".", "", 1).isdigit() else "write a number"
     if due == "string" and isinstance(error.instance, (int, float)):
-        return f'write "{str(error.instance).lower()}", in quotes'
+        text = str(error.instance).lower()
+        if re.search(error.schema.get("pattern", ""), text):
+            return f'write "{text}", in quotes'
     return about or f"write {TYPES.get(str(due), 'one of these')}"
 
 

@@ -55,7 +55,7 @@ def same_format(value: str) -> str | None:
     decimals = rf"\.\d{{{len(found[1])}}}" if found[1] else ""
     if found[2]:
         return rf"-?\d{decimals}{found[2][0]}[+-]\d{{2,3}}"
-    return rf"-?\d{{1,3}}(?:,\d{{3}})*{decimals}" if "," in value else rf"-?\d+{decimals}"
+    return rf"-?(?:[1-9]\d{{0,2}}(?:,\d{{3}})+|\d{{1,3}}){decimals}" if "," in value else rf"-?\d+{decimals}"
 
 
 def at_most(value: str, decimals: int) -> str | None:

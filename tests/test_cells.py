@@ -133,7 +133,7 @@ def test_a_row_without_limits_is_measured():
 
 
 def test_every_category_has_a_status():
-    assert set(cells.CATEGORIES) == {"green", "red_verdict", "red_without_gradients", "red_no_backward",
+    assert set(cells.CATEGORIES) == {"green", "unsure", "red_verdict", "red_without_gradients", "red_no_backward",
                                      "red_provenance", "cannot_fail", "missing", "broken", "raised", "process",
                                      "blocked_hardware", "not_applicable", "measured"}  # fmt: skip
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlspec import judging
+from rlspec import chains, judging, measurements
 from rlspec.errors import RunError
 
 FOLDER = Path(__file__).parents[1] / "specs" / "chain" / "evidence"
@@ -72,3 +72,12 @@ def test_nothing_in_it_is_of_one_machine_and_the_model_has_the_layers_it_says(pa
     assert report["chain"]["model"]["layers"] == LAYERS[path.name.removesuffix(".json.gz")]
     assert path.name.startswith(report["model"])
     assert f"`{path.name}`" in (FOLDER / "README.md").read_text()
+
+
+@pytest.mark.parametrize("left_out", ["kv_cache", "train_inference_parity", "gradient_invariance"])
+def test_a_judgment_that_is_left_out_under_a_new_seal_is_still_measured(left_out, tmp_path):
+    given = read("qwen3-8b-long")
+    given["spec"]["data"]["judgments"] = [name for name in chains.JUDGMENTS if name != left_out]
+    (tmp_path / "report.json").write_text(json.dumps({**given, "seal": measurements.seal(given)}))
+    with pytest.raises(RunError, match=f"measured {left_out} of .*, which it does not ask for"):
+        again(tmp_path / "report.json")

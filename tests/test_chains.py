@@ -164,6 +164,10 @@ def test_every_column_is_in_one_call():
     [
         ({"decode": [{"name": "a", "samples": ["s3"]}, {"name": "b", "samples": ["s3"], "positions": [0]}]}, "case b"),
         ({"page_size": 8}, "page_size 8: no decoded position of case b1-short lies behind the first page"),
+        (
+            {"decode": [{"name": "a", "samples": ["s3"], "positions": [1, 40]}]},
+            "no sample has position 40, the longest has 19",
+        ),
         ({"page_size": 19, "decode": [{"name": "a", "samples": ["long"]}]}, "longest sample of tier primary has 19"),
     ],
 )

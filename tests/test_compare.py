@@ -41,6 +41,14 @@ def test_a_sparse_floor_is_the_mean_where_the_runs_differ() -> None:
     assert not pair([1] * 4, [1] * 4).sparse and pair([1] * 4, [1] * 4).floor == 0
 
 
+def test_tenths_of_the_judged_steps() -> None:
+    found = pair([0] * 25, [1, -3] + [0] * 21 + [2, -5], start=0)
+    assert compare.cuts(25) == [0, 2, 5, 7, 10, 12, 15, 17, 20, 22, 25] and compare.cuts(3) == [0, 1, 2, 3]
+    assert found.peaks == [3, *[0] * 8, 5] and found.tenths == [2, *[0] * 8, pytest.approx(7 / 3)]
+    assert found.tenth_floors == found.tenths, "two of three steps differ"
+    assert pair([0] * 30, [0] * 28 + [0, 6]).tenth_floors[-1] == 6, "one of three"
+
+
 def test_lag1_is_the_autocorrelation_about_the_mean() -> None:
     delta = array("d", [random.Random(1).gauss(5, 1) for _ in range(500)])
     centre = statistics.fmean(delta)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlspec import dlogp
 from rlspec.errors import SpecError
@@ -61,6 +63,36 @@ def test_a_copy_whose_bytes_were_touched_is_one_all_the_same(tmp_path: Path, tou
     assert all("self-comparison" in verdict.reason and "engine one" in verdict.reason for verdict in got.values())
     other = copy.replace('"one"', '"two"')
     assert statuses(judged(*files(tmp_path, text, other))).startswith("PASS")  # engines may agree to the bit
+
+
+@pytest.mark.parametrize("named", ["none", "one", "both"])
+def test_equal_log_probs_without_two_engines_may_be_a_copy(tmp_path: Path, named: str) -> None:
+    train = stream()
+    columns = ("position", "token", "logprob")
+    whole = ""  # the same values, a line a sample
+    for name in dict.fromkeys(token[0] for token in train):
+        own = zip(*[token[1:] for token in train if token[0] == name], strict=True)
+        whole += json.dumps({"sample": name, **dict(zip(columns, map(list, own), strict=True))}) + "\n"
+    told = {} if named == "none" else {"engine": "one"}
+    theirs = whole.replace("}", ', "engine": "two"}') if named == "both" else whole
+    got = judged(*files(tmp_path, lines(train, **told), theirs))
+    assert statuses(got).startswith("PASS")
+    assert bool(hint(got, "train.jsonl is that of rollout.jsonl, and no two engines")) == (named != "both")
+
+
+@pytest.mark.parametrize(
+    ("how", "rounded"),
+    [
+        ("3 decimals", lambda value: round(value, 3)),
+        ("bf16", lambda value: float(torch.tensor(value).bfloat16())),
+        ("fp16", lambda value: float(torch.tensor(value).half())),
+    ],
+)
+def test_the_other_file_rounded_may_be_a_copy(tmp_path: Path, how: str, rounded: Callable[[float], float]) -> None:
+    got = compared(tmp_path, stream(), lambda at, token: rounded(token[3]))
+    assert statuses(got).startswith("PASS") and hint(got, f"that of train.jsonl rounded to {how}: is it a copy")
+    got = compared(tmp_path, stream(), lambda at, token: rounded(token[3] - 0.001 * (at % 2)))
+    assert not hint(got, "a copy")  # of another engine, with few digits
 
 
 def test_the_order_of_lines_does_not_matter(tmp_path: Path) -> None:

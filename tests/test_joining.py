@@ -18,6 +18,19 @@ def run(arm: str, steps: Sequence[int], total: int | None = None, **more: object
 
 
 @pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        ({"SEED": "1"}, {"SEED": "2"}, {"SEED": "1 in base0, 2 in base1"}),
+        ({}, {"DATA_SEED": "2"}, {"DATA_SEED": "nothing in base0, 2 in base1"}),
+        ({"ARGS": "--seed 1 -v"}, {"ARGS": "--seed 2 -v"}, {"ARGS": "--seed 1 -v in base0, --seed 2 -v in base1"}),
+        ({"SEED": "1", "OMP_NUM_THREADS": "1"}, {"SEED": "1", "OMP_NUM_THREADS": "2"}, {}),
+    ],
+)
+def test_seeds_that_differ(one: dict[str, str], other: dict[str, str], said: dict[str, str]) -> None:
+    assert joining.seeds({"base0": one, "base1": other}) == said
+
+
+@pytest.mark.parametrize(
     ("steps", "total"),
     [
         (range(1, 33), 32), (range(1, 33), None), (range(0, 32), 32), (range(0, 33), 32), (range(5, 33), 32),

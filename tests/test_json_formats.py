@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from tests.log_samples import points
+from tests.tiny import rlspec
 
 
 def test_huggingface_strings_are_counted_and_have_four_digits(log):
@@ -33,6 +35,23 @@ def test_huggingface_floats_bare_tokens_and_json(log):
     assert not run.faults
     norms = points(run, "grad_norm")
     assert math.isnan(norms[1]) and math.isnan(norms[2]) and norms[3] == -math.inf and norms[4] == 1.5
+
+
+def test_huggingface_dicts_without_steps_may_begin_with_a_mean_so_the_first_is_judged(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def made(step):
+        first = {"base0": 4.0, "base1": 4.01, "feat0": 5.0}
+        for name, loss in first.items():
+            lines = [{"loss": loss}, *({"loss": 3 + at / 8 + (name == "base1") / 100} for at in range(6))]
+            rows = ({**line, **({"step": at} if step else {})} for at, line in enumerate(lines, 1))
+            Path(f"{name}.log").write_text("".join(f"{row}\n" for row in rows))
+        return rlspec("judge", *(f"{name}.log" for name in first), "--reader", "huggingface", "--metric", "loss")
+
+    counted = made(step=False)
+    said = " ".join(counted.out.split())
+    assert counted.code == 1 and "judged 7 of 7" in said and "the first may be of several steps" in said
+    assert made(step=True).code == 0
 
 
 def test_huggingface_progress_bars(log):

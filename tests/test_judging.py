@@ -136,6 +136,63 @@ def test_a_copied_log_is_no_run_of_its_own(here):
     assert judged("base0.jsonl", "feat0.jsonl", "--reader", "jsonl", "--kind", "performance")["outcome"] == "ERROR"
 
 
+def dated(path, seed, losses, sample=""):
+    """A log of torchtitan; the clock and the speed are those of `seed`."""
+    path.write_text(
+        "".join(
+            f"{sample.format(step)}2026-10-0{seed} 11:20:{2 * step:02},{step}0{seed} - root - INFO - step: {step}  "
+            f"loss: {loss:.5f}  grad_norm: 1.{step}  tps: 1,{step}0{seed}\n"
+            for step, loss in enumerate(losses, 1)
+        )
+    )
+    return path
+
+
+def test_a_log_that_was_touched_is_a_copy_all_the_same(here):
+    losses = {name: [4 / step + shift for step in range(1, 9)] for name, shift in (("base0", 0), ("base1", 0.01))}
+    logs = [dated(here / f"{name}.log", seed, losses[name]) for seed, name in enumerate(losses, 1)]
+    text = logs[1].read_text()
+    given = (*logs, feature := here / "feat0.log", "--reader", "torchtitan", "--metric", "loss")
+    lines = text.splitlines(keepends=True)
+    for touched in (
+        text.replace("\n", " \n"),
+        text.replace("\n", "\r\n"),
+        "2026-11-30 09:00:00,123 - root - INFO - another job\n" + text,
+        text.replace("  tps: ", "  memory: 1.00GiB(1%)  tps: "),
+        "".join([*lines[:-1], lines[-1].replace("loss: 0.5", "loss: 0.6")]),
+    ):
+        feature.write_text(touched, newline="")
+        (verdict,) = judged(*given)["verdicts"]
+        held = "feat0.log has the values of base1 and 8 clock times of it: a copy, and no run of its own"
+        assert verdict["status"] == "ERROR" and verdict["reason"] == held, touched
+
+
+def test_a_run_with_the_values_of_another_and_a_clock_of_its_own_is_a_run(here):
+    """As of a stack that has few ways to go. Dates of the data are the same in two runs."""
+    losses, sample = [4 / step for step in range(1, 9)], "sample of 2024-01-01 10:00:0{}.123 at "
+    logs = [
+        dated(here / f"{name}.log", seed, [loss + 0.01 * (seed == 2) for loss in losses], sample)
+        for seed, name in enumerate(("base0", "base1", "feat0"), 1)
+    ]
+    made = judged(*logs, "--reader", "torchtitan", "--metric", "loss")
+    assert made["outcome"] == "PASS" and made["verdicts"][0]["statistic"] == 0
+
+
+def test_a_touched_copy_is_told_by_the_times_of_its_steps(here):
+    def write(name, shift, seed, blank=""):
+        rows = [{"step": s, "loss": 4 / s + shift, "step_time": 1 + s * seed / 8} for s in range(1, 7)]
+        (here / name).write_text("".join(json.dumps(row) + f"{blank}\n" for row in rows))
+
+    for name, shift, seed in zip(LOGS, (0.0, 0.01, 0.01), (1, 3, 5), strict=True):
+        write(name, shift, seed)
+    assert judged(*LOGS, *JSONL)["outcome"] == "PASS"
+    write("feat0.jsonl", 0.01, 3, " ")
+    (verdict,) = judged(*LOGS, *JSONL)["verdicts"]
+    assert (
+        verdict["status"] == "ERROR" and "has the values of base1 and 6 values of step_time of it" in verdict["reason"]
+    )
+
+
 def test_several_metrics_and_one_that_nobody_prints(here):
     made = judged(*LOGS, "--reader", "jsonl", "--metric", "loss", "--metric", "step_time", "--metric", "acc")
     found = {v["subject"]: v["status"] for v in made["verdicts"]}
@@ -254,10 +311,29 @@ def test_report_prints_again_and_judges_nothing(here):
     assert rlspec("report", run_folder(), "-o", "r.md", "-o", "r.xml", "-o", "deep/r.json").code == 0
     assert (here / "r.md").read_text().startswith("### ") and (here / "r.xml").read_text().startswith("<?xml")
     assert json.loads((here / "deep" / "r.json").read_text())["verdicts"] == report()["verdicts"]
+    stands = json.loads((run_folder() / "report.json").read_text())
+    edited = stands | {"outcome": "FAIL", "exit_code": 1}
+    edited["verdicts"] = [{**stands["verdicts"][0], "status": "FAIL"}]
+    (run_folder() / "report.json").write_text(json.dumps(edited))
+    for given in (run_folder(), run_folder() / "report.json"):
+        assert "loss FAIL is not what its measurements give, drift loss PASS" in rlspec("report", given).err
+    Path("lone.json").write_text(json.dumps(edited))  # without records there is nothing to derive it from
+    assert rlspec("report", "lone.json").code == 0
     (run_folder() / "report.json").unlink()
     said = rlspec("report", run_folder())
     assert said.code == 2 and "rlspec judge" in said.err
     assert rlspec("report", "nowhere").code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "figure"), [(JSONL, "floor"), (("--reader", "jsonl", "--kind", "performance"), "difference_percent")]
+)
+def test_a_report_that_lacks_a_figure_is_refused_and_no_traceback(here, options, figure):
+    made = judged(*LOGS, *options)
+    del made["verdicts"][0]["evidence"][figure]
+    (here / "out.json").write_text(json.dumps(made))
+    done = rlspec("report", "out.json")
+    assert (done.code, done.out) == (4, "") and "has been edited since" in done.err and f"no {figure}" in done.err, done
 
 
 # Parity

@@ -108,6 +108,11 @@ def test_a_blocked_report_is_printed_again(run, tmp_path, monkeypatch):
     assert rlspec("run", "spec.yaml", "-o", "blocked.json").code == 5
     done = rlspec("report", "blocked.json")
     assert done.code == 0 and "no-such-program" in done.out and "exit 5" in done.out, done.err
+    made = json.loads(Path("blocked.json").read_text())
+    made["verdicts"][0] |= {"evidence": {"operator": "silu"}}
+    assert printed(made).out == done.out
+    expect = {"status": "BLOCKED", "met": True, "problems": []}
+    assert "what it says of `expect`" in printed({**made, "expect": expect, "exit_code": 0}).err
 
 
 def test_the_run_folder_is_judged_from_its_records(run, monkeypatch):
@@ -128,6 +133,35 @@ def test_records_of_the_run_folder_that_were_edited_are_refused(run, tmp_path, m
     records.write_text("".join([*text[:3], *text[4:]]))
     done = rlspec("judge", records.parent)
     assert done.code in (2, 4) and "digest" in done.err
+
+
+def test_a_plan_that_was_edited_is_refused_and_so_is_one_without_seal_that_asks_for_less(run, tmp_path, monkeypatch):
+    folder, given = run
+    top = tmp_path / "copy"
+    shutil.copytree(folder.parents[3], top, symlinks=True)
+    monkeypatch.chdir(top)
+    path = top / folder.relative_to(folder.parents[3]) / "plan.json"
+    plan = json.loads(path.read_text())
+    edited = copy.deepcopy(plan)
+    edited["spec"]["data"]["judgments"] = ["forward_accuracy"]
+    fewer = {**plan, "operators": ["silu", "pack"]}
+    for one, message in (
+        (edited, "its seal is not the digest of what stands in it"),
+        ({**plan, "arms": [{**plan["arms"][0], "role": "base"}]}, "its seal is not the digest of what stands in it"),
+        (without_seal(edited), "arm a measured gradient_accuracy of silu in tier one, which it does not ask for"),
+        (without_seal(fewer), "arm a measured det_gemm in tier one, which it does not ask for"),
+    ):
+        path.write_text(json.dumps(one))
+        done = rlspec("judge", path.parent)
+        assert (done.code, done.out) == (4, "") and message in done.err, done
+    path.write_text(json.dumps(without_seal(plan)))  # of an older rlspec
+    assert rlspec("judge", path.parent, "-o", "again.json").code == 1
+    made = json.loads(Path("again.json").read_text())
+    assert made["verdicts"] == given["verdicts"] and "the plan has no seal" in made["notes"][-1]
+
+
+def without_seal(plan):
+    return {key: value for key, value in plan.items() if key != "seal"}
 
 
 # Touched
@@ -212,6 +246,15 @@ def test_what_was_asked_cannot_be_made_less(elsewhere, given, edit):
     assert "has been edited since" in refused(given)
 
 
+@pytest.mark.parametrize("edit", ["operators", "judgments", "arms"])
+def test_less_under_a_new_seal_is_not_what_was_measured(elsewhere, given, edit):
+    if edit == "operators":
+        given["operators"].remove("det_gemm")
+    else:
+        given["spec"]["data"][edit] = {"judgments": ["forward_accuracy"], "arms": []}[edit]
+    assert ("not those of its spec" if edit == "arms" else "does not ask for") in refused(resealed(given))
+
+
 @pytest.mark.parametrize("key", ["seal", "workload", "operators"])
 def test_a_report_without_what_its_verdicts_rest_on(elsewhere, given, key):
     del given[key]
@@ -229,9 +272,11 @@ def test_measurements_that_are_taken_out_are_missed(elsewhere, given):
 
 def test_a_report_that_does_not_agree_with_itself_is_not_printed(elsewhere, given):
     for edit in ({"outcome": "PASS"}, {"verdicts": [{**one, "status": "PASS"} for one in given["verdicts"]]}):
-        Path("report.json").write_text(json.dumps({**given, **edit}))
-        done = rlspec("report", "report.json")
+        done = printed({**given, **edit})
         assert done.code == 4 and "is not that of its verdicts" in done.err, done
+    for expect in ({**MET, "status": "PASS"}, {**MET, "problems": ["silu: expected PASS, got FAIL"]}):
+        done = printed({**given, "expect": expect, "exit_code": 0})
+        assert done.code == 4 and "its outcome is not the one that `expect` says it has met" in done.err, done
     next(iter(given["measured"].values()))["cells"].pop()
     Path("report.json").write_text(json.dumps(given))
     assert "its seal is not that of" in rlspec("report", "report.json").err
@@ -252,6 +297,53 @@ def test_a_report_that_says_other_verdicts_than_its_numbers_give_is_not_printed(
         Path("report.json").write_text(json.dumps(made))
         done = rlspec("report", "report.json")
         assert (done.code, done.out) == (4, "") and message in done.err, done
+
+
+MET = {"status": "FAIL", "met": True, "problems": []}
+
+
+def printed(made, *options):
+    Path("report.json").write_text(json.dumps(made))
+    return rlspec("report", "report.json", *options)
+
+
+def test_what_is_expected_is_what_the_spec_says(elsewhere, given):
+    met, told = {**given, "expect": MET, "exit_code": 0}, "what it says of `expect` is not what its spec"
+    done = printed(met)
+    assert (done.code, done.out) == (4, "") and told in done.err, done
+    met["spec"]["data"]["expect"] = {"status": "FAIL", "judgments": {"gradient_invariance": "FAIL"}}
+    done = printed(resealed(met))
+    assert "FAIL, as expected" in done.out and "exit 0: as expected" in done.out
+    assert judge(resealed(met))[0].code == 0
+    met["arms"][0] |= {"status": "failed", "reason": "killed"}  # judgments that are named ask for arms that ran
+    assert told in printed(resealed(met)).err
+    met["spec"]["data"]["expect"] = "PASS"
+    assert told in printed({**resealed(met), "expect": {**MET, "met": False}, "exit_code": 1}).err
+
+
+def test_words_and_figures_of_a_verdict_are_those_that_the_measurements_give(elsewhere, given):
+    due = printed(given, "-o", "due.xml", "-v").out
+    assert "says others" not in due
+    for key, other in (
+        ("reason", "all comparisons are equal to the bit (a flaky host)"),
+        ("statistic", 0.5),
+        ("notes", ["a flaky host"]),
+        ("evidence", {}),
+    ):
+        edited = copy.deepcopy(given)
+        of(edited, "det_gemm", "gradient_invariance")[key] = other
+        done = printed(edited, "-o", "edited.xml", "-v")
+        assert done.code == 0 and ("the report says others" in " ".join(done.out.split())) == (key != "evidence"), done
+        assert set(due.splitlines()) <= set(done.out.splitlines()) and "flaky" not in done.out
+        assert Path("edited.xml").read_text().count("<failure") == Path("due.xml").read_text().count("<failure") == 1
+        assert "flaky" not in Path("edited.xml").read_text()
+
+
+def test_cells_in_a_report_of_another_kind_are_derived_from_nothing(elsewhere, given):
+    bare = {key: value for key, value in given.items() if key not in ("seal", "measured")}
+    passed = [{**one, "status": "PASS"} for one in bare["verdicts"]]
+    done = printed({**bare, "kind": "performance", "verdicts": passed, "outcome": "PASS", "exit_code": 0})
+    assert (done.code, done.out) == (4, "") and "it does not hold all that its verdicts are derived from" in done.err
 
 
 def test_edited_verdicts_do_not_last(elsewhere, given):

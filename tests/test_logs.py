@@ -8,7 +8,7 @@ from rlspec import logs
 from rlspec.errors import RunError, SpecError
 from rlspec.logs import GRADIENT_NORMS, read
 from rlspec.model import Arm
-from tests.log_samples import TITAN, megatron, pith
+from tests.log_samples import TITAN, megatron, pith, points
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,34 @@ def test_line_numbers_are_those_of_an_editor(log):
     lines[2] = lines[2].replace("11.0002", "11.5000")
     run = log(["bar 1%\rbar 2%\rbar 3%", "", *lines], "pithtrain")
     assert "11.0002 at line 4 and 11.5 at line 5" in run.faults["cross-entropy-loss"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "read", "said"),
+    [
+        (["9,947", "8,031"], {1: 9947, 2: 8031}, True),
+        (["9,947", "8,031"] * 40, {1: 9947, 80: 8031}, True),
+        (["nan", "8,031"], {2: 8031}, True),
+        (["9,947", "947"], {1: 9947, 2: 947}, False),
+        (["9,947", *["947"] * 40], {1: 9947, 41: 947}, False),
+        (["9,947", "8,031.5"], {1: 9947, 2: 8031.5}, False),
+        (["1,119,947", "8,031"], {1: 1119947, 2: 8031}, False),
+    ],
+)
+def test_a_comma_that_may_be_a_decimal_one_is_told(log, losses, read, said):
+    lines = [f"Schritt {at}: Verlust {loss}" for at, loss in enumerate(losses, 1)]
+    run = log(lines, "regex", pattern=r"Schritt (?P<step>\d+): Verlust (?P<loss>\S+)")
+    assert read.items() <= points(run, "loss").items()
+    told = "base0.log: loss is printed like {0}, which is read as {1}: where that is a decimal comma, print a point"
+    first = next(loss for loss in losses if "," in loss)
+    assert run.notes == ((told.format(first, first.replace(",", "")),) if said else ())
+
+
+def test_a_decimal_comma_below_1_is_no_thousand_and_a_rate_has_thousands(log):
+    lines = [f"step {at} loss {loss}" for at, loss in enumerate(["2,947", "1,031", "0,947"], 1)]
+    run = log(lines, "regex", pattern=r"step (?P<step>\d+) loss (?P<loss>\S+)")
+    assert "line 3 has loss '0,947', which is no number" in run.faults["loss"]
+    assert not log([TITAN.format(1)], "torchtitan").notes
 
 
 def test_the_gradient_norm_comes_with_any_choice(log):

@@ -69,6 +69,19 @@ def test_other_meanings_are_problems_and_one_sided_ones_are_remarks(
     assert remarks(*files) == [f"only the train file declares {key} ({one}); the other is taken to agree"]
 
 
+def test_other_files_with_the_same_tensors_are_one_policy(tmp_path: Path) -> None:
+    one, two = {"weights": "b7e1", "tensors": "5a"}, {"weights": "41d0", "tensors": "5a"}
+    files = pair(tmp_path, [entry(**one)], [entry(**two)])
+    assert identity(*files) == []
+    assert remarks(*files) == [
+        "the files of the weights are other ones, and the tensors in them are the same to the bit"
+    ]
+    for other in ({"weights": "41d0", "tensors": "5b"}, {"weights": "41d0"}):  # a file of before has no tensors
+        (told,) = identity(*pair(tmp_path, [entry(**one)], [entry(**other)]))
+        assert told.startswith("different weights: rollout b7e1, train 41d0")
+    assert identity(*pair(tmp_path, [entry(**one)], [entry(weights="b7e1")])) == []
+
+
 def test_another_head_dtype_is_a_remark(tmp_path: Path) -> None:
     files = pair(tmp_path, [entry(head_dtype="bf16")], [entry(head_dtype="fp32")])
     assert identity(*files) == []

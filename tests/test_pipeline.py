@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 
 import pytest
 import yaml
 
-from rlspec import linting, reports, runs, verdicts
+from rlspec import launch, linting, pipeline, reports, runs, verdicts
 from rlspec.checks import CHECKS
 from tests.processes import time_flies_once
 from tests.tiny import parity, report, rlspec, run_folder, save, starts, statuses, tokens, training
@@ -293,6 +294,49 @@ def test_records_that_were_edited_are_not_reused(here):
     records.write_text(records.read_text().replace("4.0", "4.5"))
     done = rlspec("run", path, "--from", first.name)
     assert statuses(report())["base1"] == "done" and "base1.records.jsonl is not what the arm wrote" in done.err
+
+
+def test_a_complete_run_is_never_overwritten(here):
+    path = spec(here)
+    change(path, lambda data: data["trainer"].update(command=["{python}", "{run_file}", "cfg.json"]))
+    (here / "work" / "cfg.json").touch()
+    rlspec("run", path)
+    first = run_folder()
+    kept = {file: file.read_bytes() for file in here.rglob("*-*.*") if file.is_file()}
+    (here / "work" / "cfg.json").write_text("{}")
+    for option in ("--resume", "--retry-errors"):
+        done = rlspec("run", path, option)
+        assert done.code == 2 and f"{first.name} is complete, and since then base0 is not as it ran" in done.err, done
+        assert "cfg.json, which the command names, changed" in done.err and f"--from {first.name}" in done.err
+    assert kept == {file: file.read_bytes() for file in here.rglob("*-*.*") if file.is_file()}
+    assert rlspec("run", path, "--from", first.name).code in (0, 1, 3) and run_folder() != first
+
+
+def test_a_suite_that_was_cut_off_goes_on_and_begins_what_it_had_not_reached(here, monkeypatch):
+    path = spec(here)
+    suite = [path.with_name(f"{name}.yaml") for name in "abcd"]
+    for file in suite:
+        shutil.copy(path, file)
+    assert "none of these specs has an earlier run" in rlspec("run", *suite, "--resume").err and not written(here)
+    rlspec("run", suite[3])
+    (old,) = here.glob("workspace/*/*/2*-d")
+    for folder in here.glob("*/*/*/2*-d"):
+        folder.rename(folder.with_name("20200101T000000Z-d"))
+    real = pipeline.arms.run
+
+    def run(session, step):
+        if (session.spec.path.stem, step.arm.name) == ("b", "feat0"):
+            raise launch.Interrupted(signal.SIGINT)
+        return real(session, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline.arms, "run", run)
+        assert rlspec("run", *suite).code == 130 and starts(here / "work") == 8
+    done = rlspec("run", *suite, "--resume")
+    assert done.code in (0, 1, 3) and starts(here / "work") == 8 + 1 + 3 + 3, done.err
+    assert len(list(here.glob("workspace/*/*/2*"))) == 5, "a and b went on, c had no run, and d an old one"
+    count = starts(here / "work")
+    assert rlspec("run", *suite, "--resume").code in (0, 1, 3) and starts(here / "work") == count
 
 
 def test_one_arm_alone(here):

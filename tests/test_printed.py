@@ -26,7 +26,23 @@ def test_nan_forms(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["1,23", "1,2345", "12345,678", "1.2.3", "1_000", "0x10", "١٢", "1.5x", "nano", "e5", "1 2", "(1)"]
+    "text",
+    [
+        "1,23",
+        "0,947",
+        "-0,947",
+        "1,2345",
+        "12345,678",
+        "1.2.3",
+        "1_000",
+        "0x10",
+        "١٢",
+        "1.5x",
+        "nano",
+        "e5",
+        "1 2",
+        "(1)",
+    ],
 )
 def test_what_is_no_number(text):
     with pytest.raises(ValueError):

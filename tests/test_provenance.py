@@ -91,7 +91,8 @@ def test_what_the_spec_declares_wins_but_the_observer_stays_first(tmp_path: Path
     declared = {"TERM": "vt100", "PYTHONPATH": "/spec", "WANDB_MODE": "online", "RLSPEC_OBSERVE": "/elsewhere"}
     made = provenance.environment(None, tmp_path, {"PYTHONPATH": "/mine"}, declared)
     assert (made["TERM"], made["WANDB_MODE"], made["NO_COLOR"]) == ("vt100", "online", "1")
-    assert made["PYTHONPATH"] == f"{provenance.OBSERVER}:/spec"
+    assert (made["PYTHONPATH"], made["RLSPEC_DECLARED_PATH"]) == (f"{provenance.OBSERVER}:/spec", "/spec")
+    assert provenance.environment(None, tmp_path, {"RLSPEC_DECLARED_PATH": "/outer"})["RLSPEC_DECLARED_PATH"] == ""
     assert made["RLSPEC_OBSERVE"] == str(tmp_path)
 
 

@@ -101,6 +101,8 @@ def test_megatron_counts_of_bad_iterations_are_noted(log):
     bad = [line.replace("iterations:   1", "iterations: nan") for line in megatron([1, 2], skipped=1)]
     run = log(bad, "megatron")
     assert run.notes == ("base0.log: number of skipped iterations is NaN at 2 steps, first at step 1",)
+    run = log([line.replace("nan iterations:   0", "nan iterations:   2") for line in megatron([3])], "megatron")
+    assert points(run, "number of nan iterations") == {3: 2} and run.notes
     run = log(megatron([1], skipped=2), "megatron", metrics=["number of skipped iterations"])
     assert points(run, "number of skipped iterations") == {1: 2} and run.notes
 

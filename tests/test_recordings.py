@@ -129,6 +129,9 @@ def test_wandb(offline):
     assert points(run, norm)[7] == 7 and points(run, "whole") == {2001: 7} and points(run, "late") == {2001: math.inf}
     assert "text" not in run.series and run.series["train/loss"].resolution == 0.0
     assert set(read(offline, "wandb", ARM).series) == {"train/loss"}
+    assert (offline.parent / "latest-run").is_symlink(), "and yet it is one run"
+    above = read(offline.parents[1], "wandb", ARM)
+    assert len(points(above, "train/loss")) == 2001, "of the folder that it was given"
 
 
 def test_wandb_files_that_are_cut_off_or_damaged(offline, tmp_path):

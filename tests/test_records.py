@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -31,6 +32,14 @@ def test_round_trip_keeps_every_bit(path):
     assert list(run.series["grad_norm"].steps) == [1, 5]
     assert run.series["loss"].resolution == 5e-5 and run.steps_expected == 5
     assert run.notes == ("n",) and run.data == {2: "ab"} and not run.faults
+
+
+def test_that_lines_were_counted_is_kept(path):
+    run = records.read(path, ARM)
+    assert not run.series["loss"].counted and '"counted"' not in path.read_text()
+    records.write(replace(run, series={"loss": replace(run.series["loss"], counted=True)}), path, "huggingface")
+    assert records.read(path, ARM).series["loss"].counted
+    test_lines_obey_the_schema_and_hold_no_nan_token(path)
 
 
 def test_lines_obey_the_schema_and_hold_no_nan_token(path):

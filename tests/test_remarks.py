@@ -52,7 +52,7 @@ def test_a_copy_of_a_base_log(here):
 
 def test_a_pattern_names_its_metrics(here):
     for name, offset in (("base0", 0), ("base1", 1e-3), ("feat0", 2e-3)):
-        lines = [f"it {n} nll={loss!r}" for n, loss in enumerate(curve(12, offset), 1)]
+        lines = [f"it {n} nll={loss:.6f}" for n, loss in enumerate(curve(12, offset), 1)]
         (here / f"{name}.log").write_text("\n".join(lines) + "\n")
     done = rlspec(
         "judge", *sorted(here.glob("*.log")), "--reader", "regex", "--pattern", r"it (?P<step>\d+) nll=(?P<nll>\S+)"

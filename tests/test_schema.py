@@ -91,8 +91,8 @@ def test_all_problems_with_the_place_of_each():
 @pytest.mark.parametrize(
     ("line", "message", "hint"),
     [
-        ("dtype: 16", "dtype: unknown 16", "known: bf16, fp32, fp8"),
-        ("time_limit: 30", "time_limit: text is due, not the number 30", 'write "30", in quotes'),
+        ("dtype: 16", "dtype: unknown 16", "known: bf16, fp16, fp32, fp8"),
+        ("time_limit: 30", "time_limit: text is due, not the number 30", "per arm: 90s, 30m or 2h"),
         ("name: true", "name: text is due, not true", 'write "true", in quotes'),
         (
             "requires: {gpus: '8'}",

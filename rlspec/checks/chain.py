@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,24 @@ def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     if chains.ACROSS in asked and not {"gradient_invariance", "gradient_accuracy"} & set(asked):
         message = f"{chains.ACROSS} holds gradients against each other, and no other judgment asks for them"
         yield common.at(document, "/judgments", "RL316", message, "name gradient_invariance or gradient_accuracy, too")
+    if chains.ACROSS in asked:
+        yield from _twins(document, data["arms"])
     for index, arm in enumerate(data["arms"]):
         given, pointer = arm["implementation"], f"/arms/{index}/implementation"
         if isinstance(given, str):
             yield from operators.implementation(document, pointer, given, nodes.IMPLEMENTATIONS)
             continue
         yield from operators.mapped(document, pointer, given)
+
+
+def _twins(document: Document, given: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
+    """Arms that differ from the first one by name alone: equal bits then say that it repeats itself, and no more."""
+    first, *others = [{key: value for key, value in arm.items() if key not in ("name", "role")} for arm in given]
+    for index, arm in enumerate(others, 1):
+        if arm == first:
+            message = f"arms {given[0]['name']} and {given[index]['name']} are the same but for their names"
+            hint = f"{chains.ACROSS} of a thing with itself shows that it repeats itself, not that two agree"
+            yield common.at(document, f"/arms/{index}", "RL316", message, hint, severity="warning")
 
 
 def tables(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -76,6 +88,20 @@ def workload(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     except ValueError as error:
         message = f"workload {data['workload']}: {error}"
         yield common.at(document, "/workload", "RL314", message, "correct the workload, or name one for chains")
+
+
+def token_ids(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
+    near = document.path.parent
+    try:
+        chain = chains.asked(workloads.of(catalog.workload(data["workload"], near)))
+        vocabulary = chain_sizes.of(catalog.whole(data["model"], near)).vocab_size
+    except (SpecError, ValueError):
+        return  # said of the workload, or of the model
+    try:
+        chains.check_tokens(chain, vocabulary)
+    except ValueError as error:
+        message = f"workload {data['workload']}: {error}"
+        yield common.at(document, "/workload", "RL314", message, "correct the ids, or name a workload for the model")
 
 
 def weights(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -113,6 +139,7 @@ RULES: tuple[tuple[common.Rule, tuple[str, ...]], ...] = (
     (tables, ("arms", "model", "profile")),
     (model, ("model",)),
     (workload, ("workload", "cells", "judgments")),
+    (token_ids, ("workload", "model")),
     (weights, ("weights",)),
     (folder, ("weights", "model")),
     (contract_rows, ("judgments", "contract", "dtype")),

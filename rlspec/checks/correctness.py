@@ -23,7 +23,8 @@ def judge(spec: Spec, results: Sequence[Result], contract: Contract) -> list[Ver
         reason = "; ".join(failures) or "an arm has not run"
         return [Verdict(judgment="drift", subject=j.metric or "*", status="ERROR", reason=reason) for j in judgments]
     runs = [result.run for result in results if result.run is not None]
-    made = [drift.judge_drift(j, runs, partial(contract.resolve, subject=j.metric or "*")) for j in judgments]
+    beside = [one.metric for one in judgments if one.metric]
+    made = [drift.judge_drift(j, runs, partial(contract.resolve, subject=j.metric or "*"), beside) for j in judgments]
     if made and (said := _left_out(spec, runs, [verdict.subject for verdict in made])):
         made[0] = dataclasses.replace(made[0], notes=(*made[0].notes, *said))
     return made

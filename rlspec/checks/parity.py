@@ -12,7 +12,7 @@ from rlspec.checks import common
 from rlspec.contract import Contract
 from rlspec.engines import ENGINES
 from rlspec.errors import RunError, SpecError
-from rlspec.model import Arm, Document, Judgment, Problem, Result, Spec, Verdict
+from rlspec.model import Arm, Document, Judgment, Problem, Result, Severity, Spec, Verdict
 
 TEMPLATES = catalog.SHIPPED.parent / "templates" / "parity"
 SOURCES = ("records", "command", "engine")
@@ -143,6 +143,7 @@ def engines_fit(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     yield from dict.fromkeys(found)  # what is wrong with the weights of both is said once
     for index, arm in arms.items():
         yield from _settings(document, index, arm)
+    yield from _dtypes(document, data, arms)
     generating = _generating(arms.values())
     if generating is not None and generating["role"] == "rollout" and data["arms"][0] is not generating:
         message = f"arm {generating['name']} generates and is not the first"
@@ -241,6 +242,29 @@ def _settings(document: Document, index: int, arm: dict[str, Any]) -> Iterator[P
     yield from _fault(document, index, arm)
 
 
+def _dtypes(document: Document, data: dict[str, Any], arms: dict[int, dict[str, Any]]) -> Iterator[Problem]:
+    """Arms in another dtype than the spec's: its rows allow what that dtype rounds, which may be more than theirs."""
+    judged = data.get("dtype", "bf16")
+    others = {}
+    for index, arm in arms.items():
+        used, able = arm.get("settings", {}).get("dtype", judged), _able(arm["engine"])
+        if used not in able:
+            message = f"engine {arm['engine']} does not run in {used}, arm {arm['name']}"
+            yield common.at(document, "/dtype", "RL306", message, f"it runs in {', '.join(able)}")
+        elif used != judged:
+            others[index] = used
+    none_is = len(others) == len(data["arms"])
+    for index, used in others.items():
+        message = f"arm {data['arms'][index]['name']} runs in {used}, and {judged} picks the contract's rows"
+        hint = f"dtype: {used}" if none_is else f"right where the other arm runs in {judged}, the coarser of the two"
+        severity: Severity = "error" if none_is else "warning"
+        yield common.at(document, f"/arms/{index}/settings/dtype", "RL306", message, hint, severity=severity)
+
+
+def _able(engine: str) -> list[str]:
+    return list(schema.load("parity")["definitions"][f"{engine}_settings"]["properties"]["dtype"]["enum"])
+
+
 def _fault(document: Document, index: int, arm: dict[str, Any]) -> Iterator[Problem]:
     """Faults that would not show, so that a control with them could not fail."""
     fault, weights = arm.get("fault"), arm.get("weights", document.data.get("weights", {}))
@@ -262,7 +286,7 @@ def planted(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
 RULES: tuple[tuple[common.Rule, tuple[str, ...]], ...] = (
     (sides, ("arms",)),
     (tokens, ("arms", "tokens")),
-    (engines_fit, ("arms", "weights", "model", "requires")),
+    (engines_fit, ("arms", "weights", "model", "requires", "dtype")),
     (planted, ("arms", "expect")),
     (common.contract_rows, ("judgments", "contract")),
     (common.question, ("question",)),

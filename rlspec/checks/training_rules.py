@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rlspec import catalog, plan, schema
+from rlspec import catalog, joining, plan, schema
 from rlspec.checks import common
 from rlspec.checks.training import default_metrics, known_metrics, settings
 from rlspec.errors import SpecError
@@ -234,6 +234,17 @@ def reader(document: Document, given: dict[str, Any]) -> Iterator[Problem]:
             yield at(document, "/trainer/reader/pattern", "RL223", "the pattern has no named group step", hint)
 
 
+def _not_known(document: Document, trainer: Mapping[str, Any], metric: str, pointer: str, hint: str) -> Problem:
+    """A trainer of the user's, which prints in the form of another's log, may print more than that one does."""
+    if trainer["name"] != "command":
+        return at(document, pointer, "RL211", f"trainer {trainer['name']} prints no {metric!r}", hint)
+    reader = trainer["reader"]["name"]
+    if reader == "regex":
+        return at(document, pointer, "RL211", f"the pattern has no group {metric!r}", hint)
+    message = f"logs of {reader} have no {metric!r}; an ERROR if yours has none either"
+    return at(document, pointer, "RL211", message, hint, severity="warning")
+
+
 def metrics(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     known = known_metrics(data)
     for index, given in enumerate(data.get("judgments", ["drift"])):
@@ -246,8 +257,7 @@ def metrics(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
             hint = "write {check: drift, metric: loss}"
             yield at(document, pointer, "RL211", f"reader {name} has no usual metrics; name the one to judge", hint)
         elif metric is not None and known and metric not in known:
-            message = f"trainer {data['trainer']['name']} prints no {metric!r}"
-            yield at(document, f"{pointer}/metric", "RL211", message, schema.suggestion(metric, known))
+            yield _not_known(document, data["trainer"], metric, f"{pointer}/metric", schema.suggestion(metric, known))
         if isinstance(given, dict) and given.get("judge") == "calibrated":
             bases = sum(arm["role"] == "base" for arm in data["arms"])
             if bases < 3:
@@ -277,6 +287,8 @@ def arms(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
         if "implementation" in arm and data["trainer"]["name"] != "embedded":
             message = f"trainer {data['trainer']['name']} does not read implementation"
             yield at(document, f"/arms/{index}/implementation", "RL227", message, "use environment")
+    if data["kind"] == "correctness":
+        yield from seeds(document, listed)
     if "fault" not in data["trainer"].get("settings", {}):  # a planted fault is the difference
         yield from alike(document, listed)
 
@@ -291,6 +303,16 @@ def alike(document: Document, listed: Sequence[dict[str, Any]]) -> Iterator[Prob
             message = f"arm {arm['name']} says the same as a base arm"
             hint = "fine for an A/A run; otherwise name what differs"
             yield at(document, f"/arms/{index}", "RL218", message, hint, severity="warning")
+
+
+def seeds(document: Document, listed: Sequence[dict[str, Any]]) -> Iterator[Problem]:
+    bases = {index: arm.get("environment", {}) for index, arm in enumerate(listed) if arm["role"] == "base"}
+    names = {listed[index]["name"]: environment for index, environment in bases.items()}
+    for name, values in joining.seeds(names).items():
+        message = f"base arms differ in {name} ({values}): their floor would be what seeds differ by"
+        index = next(index for index in reversed(bases) if name in bases[index])
+        pointer, hint = f"/arms/{index}/environment/{name}", "give every base arm the same"
+        yield at(document, pointer, "RL232", message, hint, severity="warning")
 
 
 def revision(document: Document, pointer: str, text: str) -> Iterator[Problem]:

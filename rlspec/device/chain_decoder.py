@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from rlspec.device.chain_gradients import Ledger, Use
-from rlspec.device.decoder import Cache, Decoder, Site, Span
+from rlspec.device.decoder import Cache, Decoder, Site, Span, check_result
 from rlspec.device.execution import NoBackward
 from rlspec.device.gradients import Identity, WeightGradient
 from rlspec.device.operators import Operators, Routing, Segment, Segments
@@ -81,7 +81,8 @@ class TrainingDecoder(Decoder):
     def operate(self, at: Site, name: str, operator: str, *arguments: Any, **options: Any) -> Any:
         call = partial(super().operate, at, name, operator, **options)
         if operator not in ROWS + ROUTED:
-            return _recomputed(call, arguments) if self.recompute else call(*arguments)
+            found = _recomputed(call, arguments) if self.recompute else call(*arguments)
+            return self._flowing(at, name, operator, found, arguments)
         promise = getattr(getattr(self.operators, operator), "weight_gradient", None)
         if promise is None:
             return self._by_autograd(self._use(at, name), call, *arguments)
@@ -105,12 +106,26 @@ class TrainingDecoder(Decoder):
             at.show("self_attn", "attention", out)
         return list(found)
 
+    def _flowing(self, at: Site, name: str, operator: str, found: Any, arguments: Sequence[Any]) -> Any:
+        """The result, which passes a gradient on where an argument takes one; else the operators before it starve."""
+        due = self.backward and torch.is_grad_enabled() and isinstance(found, Tensor) and not found.requires_grad
+        if due and any(isinstance(one, Tensor) and one.requires_grad for one in arguments):
+            raise NoBackward(f"{at.named(name, operator)}: no gradient flows through it")
+        return found
+
     def attention_forward(self, at: Site, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """A chunk's queries [B, T, Hq, D] and all keys up to its end -> out and log-sum-exp [B, T, Hq]."""
         operator: Any = self.operators.attention
-        found = operator.forward(query, key, value, at.chunk.segments, scale=self._scale)
-        if not (isinstance(found, tuple) and len(found) == 2):
-            raise ValueError(f"attention.forward gives a pair, out and log-sum-exp, and here a {type(found).__name__}")
+        try:
+            found = operator.forward(query, key, value, at.chunk.segments, scale=self._scale)
+            if not (isinstance(found, tuple) and len(found) == 2):
+                pair = "attention.forward gives a pair, out and log-sum-exp"
+                raise ValueError(f"{pair}, and here a {type(found).__name__}")
+            if ":" in self.operators.implementations["attention"]:
+                check_result("attention", found[0], (query,), {})
+        except Exception as error:
+            at.blame("self_attn", "attention", error)
+            raise
         return found
 
     def attention_backward(self, at: Site, *saved: Tensor, segments: Segments) -> tuple[Tensor, Tensor, Tensor]:

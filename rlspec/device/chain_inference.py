@@ -266,16 +266,18 @@ class Engine:
         width: int = 0,
         wanted: Mapping[int, Sequence[int]] | None = None,
         store: bool = False,
-        trace: bool = False,
+        trace: bool | Trace = False,
     ) -> Walk:
         """Every piece of `columns` is one call; without a cache (None) there may be one piece alone.
 
         `wanted`: sample -> positions whose logits are kept. `store`: what went to the cache is kept too. `trace`: every
-        node is digested.
+        node is digested, in one that is given or in a new one.
         """
         width = width or max(sample.length for sample in samples)
         starts = [width - sample.length if left else 0 for sample in samples]
-        walk = Walk(Trace([sample.length for sample in samples], self.device) if trace else None)
+        if trace is True:
+            trace = Trace([sample.length for sample in samples], self.device)
+        walk = Walk(trace or None)
         ids = [torch.tensor(self.tokens(sample), dtype=torch.int64, device=self.device) for sample in samples]
         for first, last in columns:
             spans, runs = [], []

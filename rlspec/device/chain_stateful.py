@@ -12,11 +12,12 @@ from torch import Tensor
 
 from rlspec import chains
 from rlspec.chains import RESCORE
+from rlspec.device import chain_trace
 from rlspec.device.chain_calls import watched
 from rlspec.device.chain_inference import ATTENTION, KEYS, QUERY, VALUES, Walk
 from rlspec.device.chain_lines import yardstick
 from rlspec.device.chain_session import Session
-from rlspec.device.chain_trace import Trace, divergence
+from rlspec.device.chain_trace import STREAM, Trace, divergence
 from rlspec.device.chain_training import Canonical
 from rlspec.device.operators import Operators, Segment, Segments
 from rlspec.workloads import Decode, Sample
@@ -58,7 +59,7 @@ class Inference:
         samples = self.session.samples
         groups = [[sample] for sample in samples] if name.startswith("B1") else [list(samples)]
         with self._seen(name):
-            walks = [self._execution(name, group, trace=name == RESCORE) for group in groups]
+            walks = [self._execution(name, group, self._trace(group) if name == RESCORE else None) for group in groups]
         values = [
             walk.logprobs[index, position - 1]
             for group, walk in zip(groups, walks, strict=True)
@@ -68,20 +69,37 @@ class Inference:
         self.lines.logprobs(name, torch.tensor(values, dtype=torch.float32))
         if self.canonical is None:
             return
-        if name != RESCORE:
-            if values == self.canonical.logprobs.tolist():
-                return
-            walks = [self._execution(name, group, trace=True) for group in groups]
+        equal = values == self.canonical.logprobs.tolist()
+        if name != RESCORE and equal:
+            return
+        if not equal:
+            walks = [self._execution(name, group, self._trace(group, keep="*")) for group in groups]
         whole = _joined([walk.trace for walk in walks if walk.trace], samples, self.on.device)
         found = divergence(whole, self.canonical.trace, self.session.names, self.session.layers)
+        if not equal and any(key.name != STREAM for key in self.canonical.trace.rows):
+            found["apart"] = chain_trace.apart(whole, self.canonical.trace)
         self.lines.trace("train_inference_parity", name, found)
 
-    def _execution(self, name: str, group: Sequence[Sample], *, trace: bool) -> Walk:
+    def _trace(self, group: Sequence[Sample], keep: str = STREAM) -> Trace:
+        """Of samples that run together, with those of all samples' probes that are theirs."""
+        every = chain_trace.probes(sum(sample.length for sample in self.session.samples))
+        at: list[int] = []
+        start = first = 0
+        for sample in self.session.samples:
+            if sample in group:
+                at += [start + probe - first for probe in every if first <= probe < first + sample.length]
+                start += sample.length
+            first += sample.length
+        return Trace([sample.length for sample in group], self.on.device, keep=keep, at=at)
+
+    def _execution(self, name: str, group: Sequence[Sample], trace: Trace | None) -> Walk:
         if name == RESCORE:
-            return self.engine.prefill(group, trace=trace)
+            return self.engine.prefill(group, trace=trace or False)
         chunk = self.on.chain.tier.chunk if name.endswith("chunked") else 0
         cache = self.engine.cache("paged" if name.endswith("paged") else "contiguous", group)
-        return self.engine.walk(group, chains.generation(self.on.chain, group, chunk=chunk), cache, trace=trace)
+        return self.engine.walk(
+            group, chains.generation(self.on.chain, group, chunk=chunk), cache, trace=trace or False
+        )
 
     # Decode against prefill
 
@@ -230,12 +248,12 @@ def _joined(traces: Sequence[Trace], samples: Sequence[Sample], device: torch.de
     for key in traces[0].tables:
         whole.tables[key] = torch.cat([trace.tables[key] for trace in traces])
     slots = {probe: slot for slot, probe in enumerate(whole.probes)}
-    for key, one in traces[0].rows.items():
+    for key, one in {key: rows for trace in traces for key, rows in trace.rows.items()}.items():
         rows, start = one.new_zeros(len(slots), *one.shape[1:]), 0
         for trace in traces:
-            for slot, probe in enumerate(trace.probes):
-                if start + probe in slots:
-                    rows[slots[start + probe]] = trace.rows[key][slot]
+            if key in trace.rows:  # a short sample may have no probe
+                places = torch.tensor([slots[start + probe] for probe in trace.probes], device=device)
+                rows[places] = trace.rows[key]
             start += trace.tokens
         whole.rows[key] = rows
     return whole

@@ -88,9 +88,14 @@ def _keys(width: int, device: torch.device) -> Tensor:
 
 
 class Trace:
-    """See the module. `lengths` of the samples; `keep`: of which nodes the rows of probes are held: "*" for all."""
+    """See the module. `lengths` of the samples; `keep`: of which nodes the rows of probes are held: "*" for all.
 
-    def __init__(self, lengths: Sequence[int], device: torch.device, *, keep: str = STREAM) -> None:
+    `at`: the tokens that are probes, where these samples are some of those of a whole run.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], device: torch.device, *, keep: str = STREAM, at: Sequence[int] | None = None
+    ) -> None:
         self.lengths, self.device = tuple(lengths), device
         self.starts = [sum(self.lengths[:index]) for index in range(len(self.lengths))]
         self.tokens = sum(self.lengths)
@@ -98,7 +103,7 @@ class Trace:
         self.backward: dict[Key, Tensor] = {}
         self.rows: dict[Key, Tensor] = {}
         self.finite: dict[Key, Tensor] = {}
-        self.keep, self.probes = keep, probes(self.tokens)
+        self.keep, self.probes = keep, probes(self.tokens) if at is None else list(at)
         self._slot = {token: slot for slot, token in enumerate(self.probes)}
 
     def add(self, key: Key, runs: Sequence[Run], rows: Tensor, *, backward: bool = False) -> None:
@@ -200,9 +205,20 @@ def divergence(
     return {"nodes": len(want.tables), "differing": differing, "first": first, "depth": depth}
 
 
+def apart(got: Trace, want: Trace) -> list[list[Any]]:
+    """Each node at which `got` leaves `want`, as `divergence` counts them, with the RMS difference on the probes.
+
+    None instead where no rows are kept: which experts were chosen is no number.
+    """
+    gaps = {key: comparing.number(error) for key, error, _ in node_errors(got, want)}
+    tables = ((key, table, got.tables.get(key)) for key, table in want.tables.items())
+    return [[*key, gaps.get(key)] for key, table, other in tables
+            if other is None or bool(((table != other) & (other != 0)).any())]  # fmt: skip
+
+
 def drift(got: Trace, want: Trace, layers: int) -> list[float | str]:
     """Layer by layer, on the probes: the RMS difference of the residual stream over the RMS of `want`'s."""
-    found = {key.layer: (error, size) for key, error, size in node_errors(got, want) if key.name == STREAM}
+    found = {key.layer: (error, size) for key, error, size in node_errors(got, want, only=STREAM)}
     pairs = [found.get(layer, (math.inf, 1.0)) for layer in range(layers)]
     return [comparing.number(error / size if size else error) for error, size in pairs]
 
@@ -229,16 +245,18 @@ def _place(trace: Trace, key: Key, token: int, names: Sequence[str]) -> dict[str
     return {**key._asdict(), "sample": names[sample], "position": position}
 
 
-def node_errors(got: Trace, want: Trace) -> list[tuple[Key, float, float]]:
+def node_errors(got: Trace, want: Trace, *, only: str = "*") -> list[tuple[Key, float, float]]:
     """(node, RMS error, RMS of the reference) over the probes, in the order of the reference's forward."""
     made = []
     for key, reference in want.rows.items():
+        if only not in ("*", key.name):
+            continue
         other, table = got.rows.get(key), got.tables.get(key)
         if other is None or table is None:
             made.append((key, float("inf"), float(reference.double().square().mean().sqrt())))
             continue
         seen = (table != 0)[torch.tensor(got.probes, device=table.device)]
-        wide, ours = reference[seen].double(), other[seen].double()
+        wide, ours = reference.to(other.device)[seen].double(), other[seen].double()
         made.append((key, float((ours - wide).square().mean().sqrt()), float(wide.square().mean().sqrt())))
     return made
 

@@ -86,7 +86,10 @@ class Cells:
         if yardsticks is not None:
             self._depth(trace, yardsticks)
             self._accuracy(CANONICAL, trained, digests, yardsticks)
-        trace.rows = {key: rows for key, rows in trace.rows.items() if key.name == STREAM}
+        if self.session.asked("train_inference_parity"):  # which measures how far inference is off, node by node
+            trace.rows = {key: rows if key.name == STREAM else rows.cpu() for key, rows in trace.rows.items()}
+        else:
+            trace.rows = {key: rows for key, rows in trace.rows.items() if key.name == STREAM}
         measured = chains.accuracy_cells(chosen) if accuracy else ()
         others = [cell for cell in chosen[1:] if asked(*chains.INVARIANCE) or cell.name in measured]
         canonical.kept = dict(trained.gradients) if others and self._resident else {}

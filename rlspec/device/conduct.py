@@ -6,6 +6,7 @@ kernels for few rows take, one of a single row. Raises ValueError unless
 - inputs, upstream gradients and what `forward` gave stay as they are, in calls of few rows too;
 - autograd through the call has the bits of `backward`, and gradients of inputs are the same where the weight has one;
 - a weight that changed in place is read again, by the forward, the gradient of inputs and that of the weight;
+- a result lies in no memory of an earlier one, as long as that is held;
 - results and gradients stay as they are while other calls run, whatever runs before a backward: forward, forward,
   backward, backward, and weight gradients that are summed at the same time;
 - the backward takes an expanded upstream gradient, as that of `y.sum()`: all of its strides are 0.
@@ -27,7 +28,7 @@ from rlspec import layouts
 from rlspec.architecture import Architecture
 from rlspec.device import cases, comparing, gradients, grids
 from rlspec.device.cases import Tensors
-from rlspec.device.execution import ALONE, NoBackward, Results, Subject, handed_over, run
+from rlspec.device.execution import ALONE, NoBackward, Results, Subject, handed_over, overlap, run
 from rlspec.device.observe import Seen
 from rlspec.device.operators import Segments
 from rlspec.layouts import Call, Layout
@@ -200,6 +201,7 @@ class _Calls:
         self.node, self.operator = NODES[one.case.operator], one.operator
         self.owned = getattr(one.operator, "weight_gradient", None) if self.node.parameters and backward else None
         self.halves = backward and hasattr(one.operator, "forward") and hasattr(one.operator, "backward")
+        self.held: list[Tensor] = []  # all results, so that what an operator gives in turn comes round
 
     def apart_and_together(self, found: Results) -> str | None:
         """What differs must differ twice alike, or the operator is not repeatable by itself.
@@ -294,9 +296,21 @@ class _Calls:
             with torch.no_grad(), self.seen.call(launches=True):
                 state.saved = self.operator.forward(*self._plain(state), state.segments, **self.one.case.options)  # type: ignore[attr-defined]
             state.found |= {"out of `forward`": state.saved[0], "lse of `forward`": state.saved[1]}
+            self._hold({"out of `forward`": state.saved[0], "lse of `forward`": state.saved[1]}, state)
 
     def _call(self, state: _State, weights: Tensors) -> dict[str, Tensor]:
-        return self.one.case.call(self._watched, state.tokens, weights, state.segments, None)
+        outputs = self.one.case.call(self._watched, state.tokens, weights, state.segments, None)
+        self._hold(outputs, state)
+        return outputs
+
+    def _hold(self, made: Tensors, state: _State) -> None:
+        given = [x for x in state.tokens.values() if not x.is_floating_point()]
+        made = {name: out for name, out in made.items() if not any(overlap(out, x) for x in given)}  # as it was given
+        for name, out in made.items():
+            if any(overlap(out, earlier) for earlier in self.held):
+                place = f"a call of 1 × {state.call.width} tokens"
+                raise ValueError(f"{name} of {place} lies in the memory of an earlier result, which is still held")
+        self.held += [out.detach() for out in made.values()]
 
     def _watched(self, *arguments: Any, **options: Any) -> Any:
         with self.seen.call(launches=True):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from rlspec.architecture import Architecture
 from rlspec.device.operators import Dispatch, Operators, Routing, Segment, Segments
 
+_AS_THE_FIRST = ("rms_norm", "qk_norm", "rope", "silu", "swiglu", "residual_add", "attention")  # argument's form
 _SAME_ROWS = re.compile(r"(?<=self_attn\.)[qkv]_proj|(?<=mlp\.)(?:gate|up)_proj")
 
 
@@ -161,6 +162,15 @@ class Site:
     layer: int | None
     capture: Capture | None
 
+    def named(self, name: str, operator: str) -> str:
+        """As a message says which call this is."""
+        return f"{name} ({operator})" if self.layer is None else f"layer {self.layer}, {name} ({operator})"
+
+    def blame(self, name: str, operator: str, error: Exception) -> None:
+        """Have the error of a call say where that was; another one raised from it would hide the operator's frames."""
+        if len(error.args) <= 1:
+            error.args = (f"{self.named(name, operator)}: {error}",)
+
     def show(self, name: str, operator: str, tensor: Tensor) -> None:
         if self.capture is not None:
             self.capture(Node(self.layer, name, operator, self.chunk.index), tensor)
@@ -272,10 +282,13 @@ class Decoder(nn.Module):
     def operate(self, at: Site, name: str, operator: str, *arguments: Any, **options: Any) -> Any:
         """The one door to the operators, for harnesses that own weight gradients or plant faults to override."""
         try:
-            return getattr(self.operators, operator)(*arguments, **options)
-        except ValueError as error:
-            where = name if at.layer is None else f"layer {at.layer}, {name}"
-            raise ValueError(f"{where} ({operator}): {error}") from error
+            made = getattr(self.operators, operator)(*arguments, **options)
+            if ":" in self.operators.implementations[operator]:  # one of the user's own
+                check_result(operator, made, arguments, options)
+            return made
+        except Exception as error:
+            at.blame(name, operator, error)
+            raise
 
     def attend(
         self, sites: Sequence[Site], parts: Sequence[tuple[Tensor, Tensor, Tensor]], cache: Cache | None
@@ -478,6 +491,37 @@ class Decoder(nn.Module):
             sums.append(torch.stack([torch.stack(each).sum(0) for each in scores_here]))
         lengths = tuple(span.length for span in spans)
         return RouterStatistics(torch.stack(counts), torch.stack(sums), lengths, self.architecture.num_experts_per_tok)
+
+
+def check_result(operator: str, made: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """ValueError for a result that the next operator would be blamed for: of another type, dtype or shape than due."""
+    due = _due(operator, arguments, options)
+    if due is None:
+        return
+    if not isinstance(made, Tensor):
+        raise ValueError(f"the result is a {type(made).__name__}, a tensor is due")
+    shape, dtype = due
+    if made.dtype != dtype:
+        raise ValueError(f"the result is in {_plain(made.dtype)}, {_plain(dtype)} is due")
+    if made.shape != shape:
+        raise ValueError(f"the result has shape {list(made.shape)}, {list(shape)} is due")
+
+
+def _due(
+    operator: str, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Shape and dtype of a result, where the arguments alone give both."""
+    if operator in _AS_THE_FIRST:
+        return arguments[0].shape, arguments[0].dtype
+    if operator == "embedding":
+        return (*arguments[0].shape, arguments[1].shape[1]), arguments[1].dtype
+    if operator in ("det_gemm", "lm_head"):
+        return (*arguments[0].shape[:-1], arguments[1].shape[0]), options.get("out_dtype", arguments[0].dtype)
+    return (arguments[1].shape, torch.float32) if operator == "logprob" else None
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def rope_tables(positions: Tensor, model: Architecture, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

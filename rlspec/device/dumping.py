@@ -6,10 +6,12 @@ A run file scores the response of each sample and hands over one log-prob a toke
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from importlib.metadata import version
@@ -87,6 +89,7 @@ class Dump:
         self.engine = " ".join(map(str, (engine, f"({package} {version(package)})", *how)))
         self.temperature, self.fault = temperature, fault
         self.weights: str | None = None
+        self.tensors: str | None = None
         self.head_dtype: str | None = None
         self.written: set[str] = set()
         self.routes = Routes()
@@ -166,6 +169,7 @@ class Dump:
             "top_p": 1.0,
             "processed": "raw" if self.temperature == 1 else "processed",
             "weights": self.weights,
+            **({"tensors": self.tensors} if self.tensors else {}),
             **({"head_dtype": self.head_dtype} if self.head_dtype else {}),  # only where it was looked at
         }
 
@@ -177,7 +181,11 @@ class Dump:
         What an engine does with a tensor that is missing or unknown is its own affair: some draw it at random, or
         leave it out, and go on. So the files of a model that our decoder knows are checked here, for any engine.
         """
-        folder = Path(source["path"])
+        self._identified(Path(source["path"]))
+        return str(source["path"])
+
+    def _identified(self, folder: Path) -> dict[str, Any]:
+        """The pins of the files, which are checked and hashed."""
         try:
             model = architecture.read(folder / "config.json")
         except (OSError, ValueError):  # not of a family of ours: the engine must tell, see `filled`
@@ -186,8 +194,9 @@ class Dump:
             pins = weight_files.measure(folder)
             if model is not None:
                 weights.check(model, folder, pins, torch.float32)
+            self.tensors = tensors_hash(folder, pins["shards"])
         self.weights = str(pins["content_hash"])
-        return str(source["path"])
+        return pins
 
     def seeded(self, model: Mapping[str, Any], seed: int, dtype: torch.dtype, device: str, **options: Any) -> Decoder:
         """A decoder of rlspec whose weights are a function of the seed; `options` are those of `Decoder`."""
@@ -202,9 +211,9 @@ class Dump:
 
     def loaded(self, source: Mapping[str, Any], dtype: torch.dtype, device: str, **options: Any) -> Decoder:
         """A decoder of rlspec with the weights of files, checked before anything is allocated for them."""
-        folder = Path(self.files(source))
+        folder = Path(source["path"])
+        pins = self._identified(folder)
         with refusing():
-            pins = weight_files.measure(folder)
             stored = {entry.dtype for entry in weight_files.entries(folder, pins["shards"]).values()}
             master = dtype if stored <= {dtype} else torch.float32
             model = architecture.read(folder / "config.json")
@@ -212,6 +221,25 @@ class Dump:
             made.requires_grad_(False)
             weights.load(made, folder, pins, device=device)
         return made
+
+
+def tensors_hash(folder: Path, files: Iterable[str]) -> str | None:
+    """SHA-256 over the sorted lines "name TAB dtype TAB shape TAB sha256 NEWLINE" of all tensors, which is one for all
+    ways to cut them into files. None where a tensor is of a dtype that we do not read.
+    """
+    try:
+        entries = weight_files.entries(folder, files)
+    except ValueError:
+        return None
+    maps = weight_files.Files(folder, entries).maps
+
+    def line(name: str) -> str:
+        file, dtype, shape, start = entries[name]
+        held = memoryview(maps[file])[start : start + math.prod(shape) * dtype.itemsize]
+        return f"{name}\t{NAMES[dtype]}\t{list(shape)}\t{hashlib.sha256(held).hexdigest()}\n"
+
+    with ThreadPoolExecutor() as pool:
+        return hashlib.sha256("".join(pool.map(line, sorted(entries))).encode()).hexdigest()
 
 
 def grid(rows: Sequence[Sequence[int]], padding: str, device: str, pad: int = 0) -> tuple[Tensor, Tensor]:

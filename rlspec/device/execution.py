@@ -117,6 +117,7 @@ class _Execution:
             else:
                 outputs = case.call(self._operator, tokens, weights, segments, subject.wide)
         self._check(outputs, call)
+        self._apart_from_given(outputs, tokens)
         self._untouched(tokens, call)
         if inferred is not None:
             self._same_without_gradients(outputs, inferred, call)
@@ -146,6 +147,7 @@ class _Execution:
         with torch.no_grad():
             outputs = self.subject.case.call(self._operator, plain, self.subject.weights, segments, self.subject.wide)
         self._check(outputs, call)
+        self._apart_from_given(outputs, tokens)
         return {name: out.clone() for name, out in outputs.items()}
 
     def _same_without_gradients(self, trained: Tensors, inferred: Tensors, call: Call) -> None:
@@ -308,6 +310,19 @@ class _Execution:
             if not comparing.identical(x.detach(), self._physical(name, call)):
                 raise ValueError(f"the operator writes into its input {name}")
 
+    def _apart_from_given(self, outputs: Tensors, tokens: Tensors) -> None:
+        """A result that lies in an input or a weight changes with it; a choice of experts may be given back."""
+        given = {
+            **{name: f"its input {name}" for name in tokens},
+            **{name: f"its {name}" for name in self.subject.weights},
+        }
+        tensors = {**tokens, **self.subject.weights}
+        checked = {name: out for name, out in outputs.items() if out.is_floating_point() and self.subject.wide is None}
+        for name, out in checked.items():
+            for other, said in given.items():
+                if overlap(out, tensors[other]):
+                    raise ValueError(f"{name} lies in the memory of {said}, and changes with it: a copy is due")
+
     def _physical(self, name: str, call: Call) -> Tensor:
         subject = self.subject
         return grids.physical(subject.case.inputs[name], subject.tables[name], self.layout, call, subject.tier)
@@ -343,6 +358,19 @@ def handed_over(node: Node, tokens: Tensors, upstream: Tensors) -> tuple[Tensor,
     more = {name: tokens[name].flatten(0, 1) for name in list(tokens)[1:] if name not in node.tensors}
     more |= {f"d{name}": upstream[name].flatten(0, 1) for name in list(upstream)[1:]}
     return x.detach().flatten(0, 1), dy.flatten(0, 1), more
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory from the first to the last element of each has a part in common."""
+    if not (one.numel() and other.numel()) or one.device != other.device:
+        return False
+    first, second = _extent(one), _extent(other)
+    return first[0] < second[1] and second[0] < first[1]
+
+
+def _extent(x: Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def _told(x: Tensor) -> str:

@@ -11,7 +11,7 @@ import functools
 import operator
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_ACCUMULATING = ("index_put", "index_put_", "_index_put_impl_")
 _UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -89,7 +90,7 @@ class _Recording:
             with self:  # type: ignore[attr-defined]  # elsewhere autograd takes such an operator apart
                 return func.decompose(*args, **kwargs)
         namespace, _, name = func._schema.name.partition("::")
-        full = name if namespace == "aten" else f"{namespace}::{name}"
+        full = _told(name, args, kwargs) if namespace == "aten" else f"{namespace}::{name}"
         made = func(*args, **kwargs) if namespace == "aten" else self._looked_into(func, args, kwargs)
         new = [seen for seen in watching if full not in seen.torch]
         # Whole numbers alone are tables of rows, counted and looked through; they are in no result.
@@ -133,6 +134,12 @@ def _kernel(func: Any, given: Any) -> DispatchKeySet | None:
     chooses = not held and func.has_kernel_for_dispatch_key(DispatchKey.BackendSelect)
     none = DispatchKeySet(DispatchKey.BackendSelect if chooses else DispatchKey.Undefined)
     return functools.reduce(operator.or_, held, none) & torch._C._dispatch_keyset_full_after(DispatchKey.Python)
+
+
+def _told(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """An operator of torch; one that moves data or adds it up, as it is told, has two names."""
+    adds = name in _ACCUMULATING and (any(args[3:4]) or kwargs.get("accumulate"))
+    return f"{name} (accumulate)" if adds else name
 
 
 def _numbers(*values: Any) -> bool:

@@ -33,7 +33,7 @@ def legend(report: Mapping[str, Any]) -> str:
 
 def is_cells(report: Mapping[str, Any]) -> bool:
     """Whether the verdicts are cells of operators."""
-    return any("operator" in one["evidence"] for one in report["verdicts"])
+    return report["kind"] == "operators" and any("operator" in one["evidence"] for one in report["verdicts"])
 
 
 def tables(report: Mapping[str, Any]) -> Iterator[tuple[str, list[rows.Cells]]]:

@@ -22,6 +22,10 @@ CAUSES = {
     "perturb: {weights: 1ulp}, whose drift is a floor",
     "unstable": "give the fixture a learning-rate warm-up, then run again",
     "split_features": "look at the feature run that stands out; do the arms run what you think?",
+    "split_bases": "look at the base run that stands out; did it run the same code on the same machine?",
+    "spike": "look at the logs around that step; a base run that does the same settles it",
+    "late": "train longer: does the difference grow?",
+    "resolution": "print the metric with the same digits in all arms, and run again those that have fewer",
     "machine": "run all arms again on the same nodes",
 }
 SAID = {"PASS": "within the limits", "MEASURED": "measured and not gated", "N/A": "not applicable"}

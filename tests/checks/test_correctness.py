@@ -108,6 +108,40 @@ def test_a_metric_that_is_missing_or_not_finite_is_never_a_pass():
     assert statuses == {"cross-entropy-loss": "PASS", "load-balance-loss": "ERROR", "gradient-norm": "FAIL"}
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("gradient-norm", [1.0, float("nan"), 1.0, 1.0], "gradient-norm is nan at step 2, not a finite number"),
+        ("number of nan iterations", [0, 0, 3, 3], "number of nan iterations is 3 at step 3"),
+    ],
+)
+def test_a_loss_is_no_pass_where_gradients_that_nobody_judges_were_nan(name, values, said):
+    spec, runs = parsed(judgments=[{"check": "drift", "metric": "cross-entropy-loss"}]), alike()
+    runs["feat0"][name] = values
+    (verdict,) = correctness.judge(spec, results(spec, **runs), ROWS)
+    assert (verdict.status, verdict.reason) == ("FAIL", f"feat0: {said}")
+    runs["base1"][name] = values
+    (verdict,) = correctness.judge(spec, results(spec, **runs), ROWS)
+    assert verdict.status == "INVESTIGATE" and verdict.reason.endswith(
+        f"feat0: {said}, as in the base runs (base1: {said})"
+    )
+    runs["feat0"][name] = [0.0] * 4
+    assert [v.status for v in correctness.judge(spec, results(spec, **runs), ROWS)] == ["PASS"]
+    runs["feat0"]["cross-entropy-loss"] = [5, 14, 13, 12]
+    runs["feat0"][name] = values
+    (verdict,) = correctness.judge(spec, results(spec, **runs), ROWS)
+    assert verdict.status == "FAIL" and "times the" in verdict.reason
+
+
+def test_base_arms_of_different_seeds_are_named_beside_the_verdict():
+    seeds = {"base0": {"DATA_SEED": "1"}, "base1": {"DATA_SEED": "2"}}
+    spec = parsed(arms=[{**arm, "environment": seeds.get(arm["name"], {})} for arm in parsed().data["arms"]])
+    notes = " ".join(correctness.judge(spec, results(spec, **alike()), ROWS)[0].notes)
+    assert "the base arms differ in DATA_SEED (1 in base0, 2 in base1), so the floor is" in notes
+    spec = parsed(arms=[{**arm, "environment": seeds["base0"]} for arm in parsed().data["arms"]])
+    assert "SEED" not in " ".join(correctness.judge(spec, results(spec, **alike()), ROWS)[0].notes)
+
+
 def test_a_contract_without_the_row_is_refused():
     spec = parsed()
     with pytest.raises(SpecError, match="has no row for ws1/drift"):

@@ -12,6 +12,7 @@ import torch
 
 from rlspec import catalog, workloads
 from rlspec.architecture import read
+from rlspec.device import canonical as exact
 from rlspec.device import chain_model
 from rlspec.device.chain_decoder import TrainingDecoder
 from rlspec.device.chain_gradients import Ledger
@@ -576,5 +577,40 @@ def test_an_operator_that_passes_no_gradient_on_is_named(operator):
     if operator == "det_gemm":
         cut_off.weight_gradient = whole.weight_gradient
     setattr(operators, operator, cut_off)
-    with pytest.raises(NoBackward, match="q_proj.weight: no gradient|through the log-probs"):
+    with pytest.raises(NoBackward, match=r"q_proj.weight: no gradient|logprob \(logprob\): no gradient"):
         TrainingPass(model(), operators, tier(), TOKENS).run(FULL)
+
+
+def wide_gate(gate, up):
+    return exact.swiglu(gate, up).double()
+
+
+def narrow_gate(gate, up):
+    return exact.swiglu(gate, up)[..., :-1]
+
+
+def still_rope(x, cos, sin):
+    return exact.rope(x.detach(), cos, sin)
+
+
+def still_attention(query, key, value, segments, *, scale):
+    return exact.attention(query.detach(), key.detach(), value.detach(), segments, scale=scale)
+
+
+def no_rope(x, cos, sin):
+    raise RuntimeError("no angle today")
+
+
+@pytest.mark.parametrize(
+    ("operator", "given", "error", "reason"),
+    [
+        ("swiglu", "wide_gate", ValueError, r"layer 0, mlp.act \(swiglu\): the result is in float64, float32 is due"),
+        ("swiglu", "narrow_gate", ValueError, r"layer 0, mlp.act \(swiglu\): the result has shape \[.*\] is due"),
+        ("rope", "no_rope", RuntimeError, r"layer 0, self_attn.q_rope \(rope\): no angle today"),
+        ("rope", "still_rope", NoBackward, r"layer 0, self_attn.q_rope \(rope\): no gradient flows through it"),
+        ("attention", "still_attention", NoBackward, r"layer 0, self_attn \(attention\): no gradient flows through it"),
+    ],
+)
+def test_an_operator_of_ones_own_is_blamed_itself_and_not_the_next(operator, given, error, reason):
+    with pytest.raises(error, match=reason):
+        TrainingPass(model(), Operators({operator: f"{__name__}:{given}"}), tier(), TOKENS).run(FULL)

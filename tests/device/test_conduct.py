@@ -222,6 +222,34 @@ def one_memory(weight, kept={}):  # noqa: B006
     return Owner()
 
 
+def in_turn(count=4):
+    """Without gradients one of a few results of each size, so that earlier ones stay as they are for a while."""
+    kept = {}
+
+    def operator(x):
+        if x.requires_grad and torch.is_grad_enabled():
+            return canonical.silu(x)
+        made = kept.setdefault(x.shape, [torch.empty_like(x) for _ in range(count)])
+        made.append(made.pop(0))
+        return made[-1].copy_(canonical.silu(x))
+
+    return operator
+
+
+@wraps(canonical.embedding)
+def rows_of_the_weight(tokens, weight):
+    if tokens.numel() == 1 and not torch.is_grad_enabled():
+        return weight[int(tokens) :][:1].unsqueeze(0)
+    return canonical.embedding(tokens, weight)
+
+
+def gives_its_input(residual, x):
+    """Of a single row without gradients."""
+    total = canonical.residual_add(residual, x)
+    return residual if _rows(x) == 1 and not torch.is_grad_enabled() else total
+
+
+HELD = "of 1 × 5 tokens lies in the memory of an earlier result, which is still held"
 ANOTHER = "of a call of 1 × 5 tokens is another one where more calls run"
 FAULTS = {
     "autograd of attention": ("attention", lambda: attention(2.0, False), "gives another dquery than the operator"),
@@ -233,7 +261,10 @@ FAULTS = {
     "kept for few": ("det_gemm", lambda: keeps_in_forward, "the result is what it was: is one kept? (5 tokens)"),
     "one owner for all": ("det_gemm", lambda: det_gemm(owner=one_for_all), "weight gradients are summed at a time"),
     "one sum's memory": ("det_gemm", lambda: det_gemm(owner=one_memory), f"dweight of `weight_gradient` {ANOTHER}"),
-    "one result's memory": ("silu", lambda: silu(SameResult), f"out without gradients {ANOTHER}"),
+    "one result's memory": ("silu", lambda: silu(SameResult), f"out of a call {HELD}"),
+    "memory in turn": ("silu", in_turn, f"out of a call {HELD}"),
+    "a row of the weight": ("embedding", lambda: rows_of_the_weight, "out lies in the memory of its weight, and"),
+    "its input again": ("residual_add", lambda: gives_its_input, "out lies in the memory of its input residual, and"),
     "one gradient's memory": ("silu", lambda: silu(SameGradient), f"dx {ANOTHER}"),
     "the last input": ("silu", lambda: silu(LastInput), f"dx {ANOTHER}"),
     "inputs in turn": ("silu", lambda: silu(InputsInTurn), f"dx {ANOTHER}"),

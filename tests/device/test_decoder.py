@@ -567,6 +567,14 @@ def test_impossible_sizes_are_refused(config, message):
         read(config)
 
 
+def test_an_angle_that_is_not_implemented_still_has_its_theta():
+    """Newer transformers hold rope_theta there and nowhere else."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
+    with pytest.raises(ValueError, match="is not implemented") as refused:
+        read({**{key: value for key, value in DENSE.items() if key != "rope_theta"}, "rope_parameters": rope})
+    assert "missing" not in str(refused.value)
+
+
 def test_a_sliding_window_that_is_switched_off_is_none():
     assert read({**DENSE, "sliding_window": 4096, "use_sliding_window": False}) == read(DENSE)
 

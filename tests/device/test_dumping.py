@@ -9,6 +9,7 @@ import torch
 
 from rlspec.device import dumping
 from rlspec.device.routing import Routes
+from tests.device.test_weight_files import A, B, write
 from tests.test_token_files import GOOD, stored
 
 
@@ -120,6 +121,22 @@ def test_a_temperature_is_said(tmp_path, monkeypatch):
     assert torch.equal(found, torch.log_softmax(logits / 0.5, -1)[[0, 1], tokens])
     (line,) = lines(tmp_path)
     assert (line["temperature"], line["processed"], line["head_dtype"]) == (0.5, "processed", "fp32")
+
+
+def test_weights_are_one_however_they_are_cut_into_files(tmp_path):
+    def hashes(name, *shards):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, *shards)
+        made = dump(tmp_path)
+        made.files({"path": str(tmp_path / name)})
+        return made.weights, made.tensors
+
+    files, whole = hashes("whole", A | B)
+    cut = [hashes("cut", B, A), hashes("other", A, B)]
+    assert {tensors for _, tensors in cut} == {whole} and len({files, *(file for file, _ in cut)}) == 3
+    changed = [A | {"c": B["c"] + 1}, A | {"d": B["c"]}, A | {"c": B["c"].float()}, A | {"c": B["c"].view(3, 2)}, A]
+    assert len({whole, *(hashes(f"changed{at}", one)[1] for at, one in enumerate(changed))}) == 6
+    assert hashes("int8", {"a": torch.ones(2, dtype=torch.int8)})[1] is None  # of a dtype that we do not read
 
 
 def test_token_ids_that_the_model_does_not_have(tmp_path):

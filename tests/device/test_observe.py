@@ -71,6 +71,9 @@ def test_nothing_is_seen_outside():
         (lambda x: x.pow(2).mean(-1), "mean"),
         (lambda x: torch.rsqrt(x), "rsqrt"),
         (lambda x: torch.zeros(4, 4).index_add_(0, torch.arange(4), x), "index_add_"),
+        (lambda x: x.index_put_((torch.arange(4),), x.clone(), accumulate=True), "index_put_ (accumulate)"),
+        (lambda x: torch.ops.aten.index_put(x, (torch.arange(4),), x, True), "index_put (accumulate)"),
+        (lambda x: x.scatter(0, torch.zeros(1, 4, dtype=torch.int64), x), "scatter"),
     ],
 )
 def test_what_computes_is_the_librarys(call, name):
@@ -92,6 +95,25 @@ def test_attention_of_the_library_is_seen():
 )
 def test_moving_and_making_data_is_nobodys_fallback(name):
     assert name in fallbacks._MOVING
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, rows: x[rows],
+        lambda x, rows: x.__setitem__(rows, 1.0),
+        lambda x, rows: x.index_put((rows,), x),
+        lambda x, rows: x.index_copy_(0, rows, x.clone()),
+        lambda x, rows: x[x > 0],
+        lambda x, rows: x.take(rows).repeat(2).flip(0).roll(1),
+        lambda x, rows: x.new_ones(3).unfold(0, 2, 1).diagonal(),
+    ],
+)
+def test_rows_that_are_picked_out_and_put_elsewhere_are_moved(call):
+    made = Seen()
+    with made.call(launches=False):
+        call(torch.ones(4, 4), torch.arange(4))
+    assert made.torch and {*made.torch} <= fallbacks._MOVING
 
 
 @pytest.mark.parametrize(

@@ -522,6 +522,17 @@ def test_operators_of_a_user_lie_beside_the_spec(tmp_path, monkeypatch):
     assert finders and all(one.find_spec("triton") is None for one in finders)
 
 
+def test_the_path_that_an_arm_declares_comes_before_the_folder_of_the_spec(tmp_path, monkeypatch):
+    for name in ("spec", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "found_on_a_declared_path.py").write_text(f"place = {name!r}\n")
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    monkeypatch.setattr("sys.meta_path", [*__import__("sys").meta_path])
+    monkeypatch.setenv("RLSPEC_DECLARED_PATH", str(tmp_path / "other"))
+    beside.first(str(tmp_path / "spec"))
+    assert __import__("found_on_a_declared_path").place == "other"
+
+
 def test_an_arm_may_name_implementations_by_operator(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [*__import__("sys").path])
     arm = {"name": "a", "implementation": {"silu": "canonical"}}

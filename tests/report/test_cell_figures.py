@@ -68,3 +68,9 @@ def test_an_arm_that_died_is_beside_nothing(measured):
 def test_one_arm_or_none_is_beside_nothing(measured):
     assert across(measured) == across() == []
     assert list(cell_figures.across({"measured": None})) == []
+
+
+def test_verdicts_of_another_kind_are_no_cells():
+    verdicts = [{"evidence": {"operator": "silu"}}]
+    assert cell_figures.is_cells({"kind": "operators", "verdicts": verdicts})
+    assert not cell_figures.is_cells({"kind": "correctness", "verdicts": verdicts})
