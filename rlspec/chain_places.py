@@ -139,8 +139,11 @@ def strayed(measured: Mapping[str, Any], judgment: str, name: str, asked: Asked)
 
 
 def parted(measured: Mapping[str, Any], judgment: str, name: str, asked: Asked) -> str:
-    """What log-probs of inference within their row do not say: results on the way that surely err by more than trained
-    ones may, or "". One that is farther from the trained than that and the trained's own error is farther from fp32."""
+    """What log-probs of inference within their row do not say: results on the way that err by more than the row of
+    trained ones allows, or "".
+
+    An error against fp32 is at least the distance from the trained result less what that one errs by.
+    """
     trace, ratio = trace_of(measured, judgment, name) or {}, asked.ratio("forward_accuracy")
     if ratio is None or not trace.get("apart"):
         return ""

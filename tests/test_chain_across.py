@@ -98,7 +98,7 @@ def test_the_table_beside_the_verdict_knows_the_same_gradients(judgment):
 
 
 def test_gradients_that_no_judgment_asks_for_are_not_passed_over():
-    arms = [{"name": name, "implementation": "canonical"} for name in ("a", "b")]
+    arms = [{"name": name, "implementation": name} for name in ("canonical", "torch")]
     for more in ([], ["forward_invariance"], ["gradient_invariance"], ["gradient_accuracy"]):
         made = spec(arms=arms, judgments=[*more, chains.ACROSS])
         found = [one.message for one in chain.lint(made, ()) if one.rule == "RL316"]
