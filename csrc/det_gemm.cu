@@ -164,7 +164,7 @@ cudaError_t launch_product(Operand x, Operand weight, Result out, int64_t width,
 
 // ---- product of up to 8 rows ----
 // All that counts is that the weight comes without a stop. So these are launched behind the kernel before them
-// (launch.cuh); others are not: where they leave multiprocessors free, the blocks of a next one would crowd there. At
+// (launch.cuh); `product` is not: where it leaves multiprocessors free, the blocks of a next one would crowd there. At
 // its start a block loads what fits into its ring of a weight that is `at_rest`, which no kernel that may still be at
 // work writes; x follows in its turn. When its last load is under way, the next kernel may start.
 //
@@ -480,7 +480,7 @@ __global__ void __launch_bounds__(T::THREADS, 1)
         barrier_init(come, 1), barrier_init(free, 1);
     }
     const Barriers barriers = start<T>(loaded, X::MORE);
-    wait_for_previous();
+    wait_for_previous();  // launched behind what is before it, which may have written any of its operands
     const Walk<T> walk(out.rows, out.columns);
     const int tiles = (walk.count - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x) + 1;
     const auto place_of = [&](int i) {

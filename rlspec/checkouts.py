@@ -6,6 +6,7 @@ Known of each: the commit and what differs from it (`checkout`, see `snapshot`),
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ def of(before: Snapshot, seen: Mapping[str, Any], own: Collection[str] = ()) -> 
     files = sorted(file for file in ran or () if file.is_file() and is_source(before.top, file))
     code = None
     if ran is not None:
-        code = {_name(before.top, file): digest(file) for file in files if str(file) not in own}
+        code = {name_of(before.top, file): digest(file) for file in files if str(file) not in own}
     kept = {"head": before.head, "changed": dict(before.changed)}
     return {"checkout": kept, "code": code, "written": sorted(own)}
 
@@ -63,7 +64,7 @@ def rewritten(before: Snapshot, own: Collection[str], others: Iterable[Mapping[s
     """A sentence on files that an arm wrote itself and that were there before it: it cannot be told from an edit."""
     earlier = {name for other in others for name in other.get("written") or ()}
     there = {str(before.top / name) for name in (*before.changed, *(before.beside or ()))} | earlier
-    names = [_name(before.top, Path(file)) for file in sorted(own) if file in there]
+    names = [name_of(before.top, Path(file)) for file in sorted(own) if file in there]
     if not names:
         return None
     return (
@@ -105,7 +106,7 @@ def elsewhere(top: Path, seen: Mapping[str, Any], began: int, own: Collection[st
     """Why it is not known what code of other work trees (a submodule, an editable install) an arm ran."""
     ran = _ran(without(seen, own)) or ()
     young = {file for file in ran if is_source(top, file) and _age(file) > began}
-    found = sorted(_name(top, file) for file, place in _places(young).items() if place not in (None, top.resolve()))
+    found = sorted(name_of(top, file) for file, place in _places(young).items() if place not in (None, top.resolve()))
     if not found:
         return None
     return f"{listed(found)} changed while the arm ran, so what ran is not known; leave that repository alone meanwhile"
@@ -195,9 +196,19 @@ def is_source(top: Path, file: Path) -> bool:
     return file.is_relative_to(top) or any((place / ".git").exists() for place in file.parents)
 
 
-def _name(top: Path, file: Path) -> str:
+def name_of(top: Path, file: Path) -> str:
     """Below the top, so that arms agree wherever the file system is mounted."""
     return file.relative_to(top).as_posix() if file.is_relative_to(top) else str(file)
+
+
+def content(path: Path, small: int) -> str:
+    """The digest of a file of up to `small` bytes, size and time of change of a larger one; empty if there is none."""
+    try:
+        with path.open("rb") as file:  # opened, since only then NFS asks how the file is now
+            state = os.fstat(file.fileno())
+        return digest(path) if state.st_size <= small else f"{state.st_size} {state.st_mtime_ns}"
+    except OSError:
+        return ""
 
 
 def is_spec(path: Path) -> bool:

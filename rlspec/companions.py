@@ -14,8 +14,8 @@ from typing import Any
 import rlspec
 from rlspec import checkouts, snapshot
 from rlspec.changes import below, listed
+from rlspec.checkouts import content
 from rlspec.model import Arm, Spec, Step
-from rlspec.reports import digest
 
 SOURCES = frozenset(
     (".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hh", ".hpp", ".inc", ".inl", ".hip", ".pyx", ".rs", ".s")
@@ -79,10 +79,10 @@ def of(
     return {
         "near": {
             "folders": sorted(map(str, folders)),
-            "files": {_name(top, file): found for file, found in now.items() if file not in made},
-            "built": {_name(top, file): now[file] for file in sorted(made)},
-            "rebuilt": sorted(_name(top, file) for file in made if file in before.files),
-            "edited": sorted(_name(top, file) for file in edited),
+            "files": {checkouts.name_of(top, file): found for file, found in now.items() if file not in made},
+            "built": {checkouts.name_of(top, file): now[file] for file in sorted(made)},
+            "rebuilt": sorted(checkouts.name_of(top, file) for file in made if file in before.files),
+            "edited": sorted(checkouts.name_of(top, file) for file in edited),
         }
     }
 
@@ -137,8 +137,8 @@ def changed(
     if state.get("commit"):
         now = {file: found for file, found in now.items() if file in files}
     added = [] if spec.build else sorted(now.keys() - files.keys() - {*map(at, then["built"])})
-    names = [*(file for file, found in files.items() if _digest(file) != found), *added]
-    return f"{listed([_name(top, file) for file in names], 3)} changed since then" if names else None
+    names = [*(file for file, found in files.items() if content(file, SMALL) != found), *added]
+    return f"{listed([checkouts.name_of(top, file) for file in names], 3)} changed since then" if names else None
 
 
 def _home(module: str, places: Iterable[Path]) -> Path | None:
@@ -161,7 +161,9 @@ def _imported(seen: Mapping[str, Any], top: Path) -> set[Path]:
 def _files(spec: Spec, folders: Iterable[Path], own: Iterable[Path]) -> dict[Path, str]:
     places = {place.resolve() for place in own}
     found = {file for folder in _outermost(folders) for file in _walk(folder) if not below(file, places)}
-    return {file: _digest(file) for file in sorted(found) if not checkouts.is_spec(file) and not _is_report(file)}
+    return {
+        file: content(file, SMALL) for file in sorted(found) if not checkouts.is_spec(file) and not _is_report(file)
+    }
 
 
 def _outermost(folders: Iterable[Path]) -> set[Path]:
@@ -215,16 +217,3 @@ def _is_report(path: Path) -> bool:
             return path.suffix == ".json" and file.read(80).startswith(b'{\n  "schema_version": 1,\n  "rlspec": ')
     except OSError:
         return False
-
-
-def _name(top: Path, file: Path) -> str:
-    """Below the top, so that arms agree wherever the file system is mounted."""
-    return file.relative_to(top).as_posix() if file.is_relative_to(top) else str(file)
-
-
-def _digest(path: Path) -> str:
-    try:
-        state = path.stat()
-        return digest(path) if state.st_size <= SMALL else f"{state.st_size} {state.st_mtime_ns}"
-    except OSError:
-        return ""

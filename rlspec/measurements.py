@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlspec import workloads
 from rlspec.errors import RunError
 
 SCHEMA_VERSION = 1
@@ -130,8 +130,7 @@ def seal(report: Mapping[str, Any]) -> str:
     own = "chain" if report["kind"] == "chain" else "operators"
     basis = {name: report.get(name) for name in ("kind", own, "contract", "workload", "measured")}
     data = (report.get("spec") or {}).get("data")
-    text = json.dumps({**basis, "spec": data}, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return workloads.digest({**basis, "spec": data})
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

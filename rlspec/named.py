@@ -15,8 +15,8 @@ from typing import Any
 
 from rlspec import checkouts
 from rlspec.changes import below, listed
+from rlspec.checkouts import content
 from rlspec.model import Spec, Step
-from rlspec.reports import digest
 
 SMALL = 1 << 24  # bytes up to which a file's content is read; of larger ones, size and time of change
 PROGRAMS = frozenset(  # interpreters and launchers, which are each machine's own
@@ -41,7 +41,7 @@ def take(spec: Spec, step: Step, cwd: Path, top: Path, own: Iterable[Path]) -> N
         files -= tracked if shared else inside
     elif spec.build:
         files -= inside - tracked
-    return {_name(top, file): (_digest(file), _stamp(file)) for file in sorted(files)}
+    return {checkouts.name_of(top, file): (content(file, SMALL), _stamp(file)) for file in sorted(files)}
 
 
 def of(before: Named, top: Path, seen: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def of(before: Named, top: Path, seen: Mapping[str, Any]) -> dict[str, Any]:
     """
     ran = {*(seen.get("files") or ()), *(seen.get("main") or ())}
     kept = {name: then for name, then in before.items() if str(top / name) not in ran}
-    now = {name: (_digest(top / name), _stamp(top / name)) for name in kept}
+    now = {name: (content(top / name, SMALL), _stamp(top / name)) for name in kept}
     return {
         "named": {name: then[0] for name, then in kept.items()},
         "rewrote": {name: now[name][0] for name, then in kept.items() if now[name] != then},
@@ -83,7 +83,7 @@ def changed(state: Mapping[str, Any], arms: Collection[Mapping[str, Any]], place
     """Names of what an arm was given and is not as it was; `arms`, of its run, show what they write themselves."""
     having = {name: [arm for arm in arms if name in (arm.get("named") or {})] for name in state.get("named") or {}}
     read = [name for name, known in having.items() if not all(name in _rewrote(arm) for arm in known)]
-    return [name for name in read if _digest(place(name)) != state["named"][name]]
+    return [name for name in read if content(place(name), SMALL) != state["named"][name]]
 
 
 def _edited(state: Mapping[str, Any], names: Iterable[str]) -> list[str]:
@@ -117,20 +117,6 @@ def _split(text: str) -> list[str]:
         return list(lexer)
     except ValueError:  # a quote that is not closed, which a here-document may hold
         return text.split()
-
-
-def _name(top: Path, file: Path) -> str:
-    """Below the top, so that arms agree wherever the file system is mounted."""
-    return file.relative_to(top).as_posix() if file.is_relative_to(top) else str(file)
-
-
-def _digest(path: Path) -> str:
-    try:
-        with path.open("rb") as file:  # opened, since only then NFS asks how the file is now
-            state = os.fstat(file.fileno())
-        return digest(path) if state.st_size <= SMALL else f"{state.st_size} {state.st_mtime_ns}"
-    except OSError:
-        return ""
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gzip
-import hashlib
 import json
 import re
 import shutil
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlspec import locks, schema
+from rlspec import locks, schema, workloads
 from rlspec.errors import RunError, SpecError
 from rlspec.mounts import Move
 
@@ -250,7 +249,7 @@ def load(path: Path, name: str | None = None) -> dict[str, Any]:
 def seal(plan: Mapping[str, Any]) -> str:
     """SHA-256 over all else that a plan says, as canonical JSON: any edit breaks it."""
     said = json.loads(json.dumps({key: value for key, value in plan.items() if key != "seal"}))
-    return hashlib.sha256(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return workloads.digest(said)
 
 
 def given(path: Path, name: str) -> dict[str, Any]:

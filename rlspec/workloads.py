@@ -108,7 +108,7 @@ class Workload:
 
 
 def digest(data: Mapping[str, Any]) -> str:
-    """SHA-256 of the workload as canonical JSON: any edit changes it."""
+    """SHA-256 of plain data, as a workload is, as canonical JSON: any edit changes it."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
