@@ -640,7 +640,7 @@ cudaError_t launch_exchanged(Operand a, Operand b, Result out, Blocks blocks, in
     const int steps = static_cast<int>((reduced - 1) / T::PACE + 1), tiles = Walk<T>(out.rows, out.columns).count;
     constexpr int shared = shared_bytes<T>(Exchange<T>::MORE);
     int count = 0;
-    RLSPEC_TRY(steady_blocks(reinterpret_cast<const void*>(exchanged<T>), tiles, shared, &count));
+    RLSPEC_TRY(even_blocks(reinterpret_cast<const void*>(exchanged<T>), tiles, shared, &count));
     return launch_behind(exchanged<T>, count, T::THREADS, shared, stream, a_source, b_source, total, out,
                          reinterpret_cast<const int4*>(blocks.starts), steps, 0u);
 }

@@ -84,14 +84,21 @@ __device__ __forceinline__ Place grouped(int tile, int tiles_m, int tiles_n, int
     return {first + tile % of_group % height, tile % of_group / height};
 }
 
+// Weight gradients go 16 tiles down, so that as many blocks as `even_blocks` gives of a Hopper GPU, 128 of the shapes of
+// an 8B model, are at work on 16 by 8 of them, and in every other group from right to left: what was read last is read
+// first again.
 template <class T>
 struct Walk {
-    // Of weight gradients so that the 132 multiprocessors of a Hopper GPU are at work on 12 by 11 of them.
-    static constexpr int TALL = T::A == MN_MAJOR ? 12 : 8;
+    static constexpr bool TURNS = T::A == MN_MAJOR;
+    static constexpr int TALL = TURNS ? 16 : 8;
     int tiles_m, tiles_n, count;
     __host__ __device__ Walk(int rows, int columns)
         : tiles_m((rows - 1) / T::ROWS + 1), tiles_n((columns - 1) / T::COLUMNS + 1), count(tiles_m * tiles_n) {}
-    __device__ __forceinline__ Place at(int tile) const { return grouped(tile, tiles_m, tiles_n, TALL); }
+    __device__ __forceinline__ Place at(int tile) const {
+        const Place place = grouped(tile, tiles_m, tiles_n, TALL);
+        const bool back = TURNS && place.m / TALL % 2;
+        return {place.m, back ? tiles_n - 1 - place.n : place.n};
+    }
 };
 
 // Rows of a box of TMA.
@@ -290,6 +297,14 @@ inline cudaError_t steady_blocks(const void* kernel, int tiles, int shared, int*
     RLSPEC_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
     RLSPEC_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
     *blocks = tiles < processors ? tiles : processors;
+    return cudaSuccess;
+}
+
+// No more than are needed for the same number of rounds: blocks then keep step, and share what the cache holds.
+inline cudaError_t even_blocks(const void* kernel, int tiles, int shared, int* blocks) {
+    RLSPEC_TRY(steady_blocks(kernel, tiles, shared, blocks));
+    const int rounds = (tiles - 1) / *blocks + 1;
+    *blocks = (tiles - 1) / rounds + 1;
     return cudaSuccess;
 }
 

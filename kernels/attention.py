@@ -34,9 +34,9 @@ different segments to be disjoint. There is no gradient for sinks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from contextvars import copy_context
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar, copy_context
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 KEYS = 64  # keys a block, part of the contract
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -77,6 +78,22 @@ class Tile(NamedTuple):
 
 
 SCHEDULE = Schedule(512, 4096, 1024)
+
+_AT_REST = ContextVar("cache at rest", default=False)
+
+
+@contextmanager
+def cache_at_rest() -> Iterator[None]:
+    """Inside, splits of few queries may read while kernels before them are at work what none of these may write.
+
+    That is `segments`, and of each segment the keys and values before its first query. Safe for what was written before
+    a kernel that lets nothing start before it has ended, as `embedding` is one. The bits are the same.
+    """
+    token = _AT_REST.set(True)
+    try:
+        yield
+    finally:
+        _AT_REST.reset(token)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -341,13 +358,138 @@ def _forward_kernel(
         tl.store(LSE + cell, lse, mask=live)
 
 
+# Splits of few queries whose keys and values are at rest. What a program waits for is the query alone: the compiler
+# puts the first loads of a pipelined loop before it, so if the query is waited for inside, keys and values are on their
+# way while it is made. Only whole groups of blocks before the first query come so; the rest follows block by block.
+
+
+@triton.jit
+def _wait():
+    # As `gdc_wait`, with which later versions of Triton would not pipeline a loop.
+    tl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _picked(x, number: tl.constexpr, AXES: tl.constexpr):
+    # x[:, number]. The compiler knows in which registers that is, and nothing is left to compute.
+    here = (tl.arange(0, x.shape[1]) == number)[None, :]
+    if AXES == 3:
+        here = here[:, :, None]
+    return tl.xor_sum(tl.where(here, x.to(tl.int32, bitcast=True), 0), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _absorb_whole(
+    m, mass, acc, q, k, values, row, token, head, ones, scale, D: tl.constexpr, N: tl.constexpr, BLOCKS: tl.constexpr
+):
+    # As `_absorb` of BLOCKS blocks that every row sees whole, one after the other. All scores come first: maxima are
+    # exact in any order, and programs have little else to do than to wait for one another's.
+    M: tl.constexpr = q.shape[0]
+    scores = tl.reshape(tl.dot(q, tl.trans(k), input_precision="ieee"), (M, BLOCKS, N))
+    tops = tl.max(scores, 2) * scale
+    numbers = tl.arange(0, BLOCKS)[None, :]
+    before = tl.zeros_like(tops)
+    bases = tl.zeros_like(tops)
+    for block in tl.static_range(BLOCKS):
+        before = tl.where(numbers == block, m[:, None], before)
+        m = tl.maximum(m, _picked(tops, block, 2))
+        bases = tl.where(numbers == block, m[:, None], bases)
+    bases = tl.where(bases == -float("inf"), 0.0, bases)
+    p = tl.exp2(tl.fma(scores, scale, -bases[:, :, None]))
+    rescales = tl.exp2(before - bases)
+    for block in tl.static_range(BLOCKS):
+        v = values.load([row, token + block * N, head, 0]).reshape(N, D)
+        part = _picked(p, block, 3).to(v.dtype)
+        rescale = _picked(rescales, block, 2)[:, None]
+        mass = tl.dot(part, ones, mass * rescale, input_precision="ieee")
+        acc = tl.dot(part, v, acc * rescale, input_precision="ieee")
+    return m, mass, acc
+
+
+@triton.jit(do_not_specialize=["segments", "splits", "queries", "slots", "key_rows", "key_tokens"])
+def _ahead_kernel(
+    Q, K, V, keys, values, TABLE, PART, PART_M, PART_L,
+    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
+    scale, segments, splits, queries, slots, key_rows, key_tokens,
+    KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr, CHANGE: tl.constexpr, LATE: tl.constexpr, STAGES: tl.constexpr, BEHIND: tl.constexpr = False,
+):  # fmt: skip
+    """As `_forward_kernel` with SPLIT, of rows, without a window; keys and values describe K and V, N tokens a box."""
+    if BEHIND:
+        tl.extra.cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    head = program % KV
+    segment = program // KV % segments
+    split = splits - 1 - program // KV // segments
+    entry = TABLE + segment * 5
+    row = tl.load(entry)
+    q_start = tl.load(entry + 1)
+    q_length = tl.load(entry + 2)
+    k_start = tl.load(entry + 3)
+    k_length = tl.load(entry + 4)
+    old = k_length - q_length
+    first = _split_start(split, EARLY, CHANGE, LATE)
+    stop = tl.minimum(k_length, _split_start(split + 1, EARLY, CHANGE, LATE))
+    whole = first + tl.maximum(tl.minimum(stop, old) - first, 0) // (BLOCKS * N) * (BLOCKS * N)
+    if BEHIND:
+        place = whole + tl.arange(0, BLOCKS * N)
+        near = place < tl.minimum(stop, old)
+        rows, tokens = row + tl.zeros_like(place), k_start + place
+        _near(K, key_rows, key_tokens, rows, tokens, head, k_row, k_token, k_head, near, D)
+        _near(V, key_rows, key_tokens, rows, tokens, head, v_row, v_token, v_head, near, D)
+
+    row64 = row.to(tl.int64)
+    member = tl.arange(0, M)
+    query = member // GROUP
+    live = (query < q_length) & (query < M // GROUP)
+    positions = old + tl.minimum(query, q_length - 1)
+    q_head_of = head * GROUP + member % GROUP
+    columns = tl.arange(0, D)
+    q_pointers = Q + row64 * q_row + (q_start + query).to(tl.int64)[:, None] * q_token
+    q_pointers += q_head_of.to(tl.int64)[:, None] * q_head + columns[None, :]
+    ones = tl.full((N, 8), 1.0, V.dtype.element_ty)
+    m, mass, acc = _empty(M, D)
+    q = tl.zeros((M, D), Q.dtype.element_ty)
+    for start in tl.range(first, whole, BLOCKS * N, num_stages=STAGES):
+        k = keys.load([row, k_start + start, head, 0]).reshape(BLOCKS * N, D)
+        if start == first:
+            if BEHIND:
+                _wait()
+            q = tl.load(q_pointers, mask=live[:, None], other=0.0)
+        m, mass, acc = _absorb_whole(
+            m, mass, acc, q, k, values, row, k_start + start, head, ones, scale, D, N, BLOCKS
+        )  # fmt: skip
+    if BEHIND:
+        tl.extra.cuda.gdc_wait()
+    if first >= stop:
+        return
+    if whole < stop:
+        q = tl.load(q_pointers, mask=live[:, None], other=0.0)
+        k_base = K + row64 * k_row + k_start.to(tl.int64) * k_token + head.to(tl.int64) * k_head
+        v_base = V + row64 * v_row + k_start.to(tl.int64) * v_token + head.to(tl.int64) * v_head
+        for start in tl.range(whole, stop, N, num_stages=2):
+            k = _tokens(k_base, TABLE, start, stop, k_token, k_row, D, N, 0, True)
+            v = _tokens(v_base, TABLE, start, stop, v_token, v_row, D, N, 0, True)
+            m, mass, acc = _absorb(m, mass, acc, q, k, v, ones, positions, start, 0, scale, N, 0)
+    slot = row64 * queries + q_start + query
+    cell = slot * (KV * GROUP) + q_head_of + tl.cast(split, tl.int64) * slots * (KV * GROUP)
+    tl.store(PART_M + cell, m, mask=live)
+    tl.store(PART_L + cell, tl.max(mass, 1), mask=live)
+    tl.store(PART + cell[:, None] * D + columns[None, :], acc, mask=live[:, None])
+
+
 @triton.jit(do_not_specialize=["segments", "queries", "slots", "splits", "limit"])
 def _fold_kernel(
     PART, PART_M, PART_L, TABLE, SINK, OUT, LSE, segments, queries, slots, splits, limit,
     HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    EARLY: tl.constexpr, CHANGE: tl.constexpr, LATE: tl.constexpr, DEPTH: tl.constexpr, BEHIND: tl.constexpr = False,
+    EARLY: tl.constexpr, CHANGE: tl.constexpr, LATE: tl.constexpr, DEPTH: tl.constexpr, AT_REST: tl.constexpr,
+    BEHIND: tl.constexpr = False,
 ):  # fmt: skip
-    _in_turn(BEHIND)
+    # AT_REST: the table was written long ago, so it is read before what precedes this kernel has ended.
+    if AT_REST and BEHIND:
+        tl.extra.cuda.gdc_launch_dependents()
+    else:
+        _in_turn(BEHIND)
     # One program a query head of a slot: find the segment, fold its splits upward. A pad gets 0 and -inf.
     program = tl.program_id(0)
     head = program % HEADS
@@ -368,6 +510,8 @@ def _fold_kernel(
     cells = slot * HEADS + head + tl.zeros((1,), tl.int64)
     out_pointers = OUT + cells[:, None] * D + columns
     if found < 0:
+        if AT_REST and BEHIND:
+            tl.extra.cuda.gdc_wait()
         tl.store(out_pointers, tl.zeros((1, D), OUT.dtype.element_ty))
         tl.store(LSE + cells, tl.full((1,), -float("inf"), tl.float32))
         return
@@ -382,6 +526,8 @@ def _fold_kernel(
     total_mass = tl.zeros((1,), tl.float32)
     total = tl.zeros((1, D), tl.float32)
     end = tl.minimum(last + 1, splits)
+    if AT_REST and BEHIND:
+        tl.extra.cuda.gdc_wait()
     for start in range(first, end, DEPTH):
         for ahead in tl.static_range(DEPTH):
             split = start + ahead
@@ -629,6 +775,14 @@ def _forward_tile(dtype: torch.dtype, width: int, group: int, queries: int, spli
     return Tile(rows, 4, 3)
 
 
+AHEAD_ROWS = 16  # all that a program of `_ahead_kernel` serves
+
+
+def _ahead_tile(width: int) -> tuple[Tile, int]:
+    """And how many blocks of keys come at a time: two such groups fit into shared memory."""
+    return (Tile(AHEAD_ROWS, 8, 3), 1) if width == 256 else (Tile(AHEAD_ROWS, 4, 3), 2)
+
+
 def _dq_tile(dtype: torch.dtype, width: int) -> Tile:
     if dtype == torch.float32:
         return Tile(32 if width == 256 else 64, 4, 1)
@@ -730,8 +884,9 @@ def _forward(
     split: bool | None = None,
     tile: Tile | None = None,
     bulk: bool | None = None,
+    ahead: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    # `split` and `tile` are for tests and benchmarks: no choice of theirs may show in the bits
+    # `split`, `tile`, `bulk` and `ahead` are for tests and benchmarks: no choice of theirs may show in the bits
     query = _aligned(query)
     key, value = cache.key, cache.value
     rows, queries, heads, width = query.shape
@@ -746,6 +901,9 @@ def _forward(
         split = splits > 1 and kv_heads * len(segments) * triton.cdiv(max_query, span) < SPREAD
     # As many programs as are at work side by side may start before their turn.
     early = split and kv_heads * len(segments) * splits <= SPREAD
+    if ahead is None:
+        ahead = early and _AT_REST.get() and _bulk(query)
+    ahead = ahead and window is None and cache.pages is None and max_query * group <= AHEAD_ROWS
     tile = tile or _forward_tile(query.dtype, width, group, max_query, split, early and splits > 4)
     tiles = triton.cdiv(max_query, tile.rows // group)
     bulk = _bulk(query) if bulk is None else bulk
@@ -761,25 +919,55 @@ def _forward(
     sink = lse if sinks is None else sinks
     behind = _behind(query) if early else {}
     with _on(query):
-        grid = (kv_heads * len(segments) * tiles * (splits if split else 1),)
-        _launch(
-            _forward_kernel[grid],
-            query, key, value, segments, segments if cache.pages is None else cache.pages, sink, out, lse,
-            part, part_m, part_l, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-            scale * math.log2(math.e), len(segments), tiles, splits, queries, rows * queries, pages,
-            *key.shape[:2],
-            KV=kv_heads, GROUP=group, M=tile.rows, N=KEYS, PAGE=cache.page, SPLIT=split, STAGES=tile.stages,
-            BULK=bulk and not split and cache.pages is None,
-            num_warps=tile.warps, **behind, **options,
-        )  # fmt: skip
+        if ahead:
+            _launch_ahead(query, key, value, segments, part, part_m, part_l, scale, splits, borders | behind)
+        else:
+            grid = (kv_heads * len(segments) * tiles * (splits if split else 1),)
+            _launch(
+                _forward_kernel[grid],
+                query, key, value, segments, segments if cache.pages is None else cache.pages, sink, out, lse,
+                part, part_m, part_l, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+                scale * math.log2(math.e), len(segments), tiles, splits, queries, rows * queries, pages,
+                *key.shape[:2],
+                KV=kv_heads, GROUP=group, M=tile.rows, N=KEYS, PAGE=cache.page, SPLIT=split, STAGES=tile.stages,
+                BULK=bulk and not split and cache.pages is None,
+                num_warps=tile.warps, **behind, **options,
+            )  # fmt: skip
         if split:
             _fold_kernel[(rows * queries * heads,)](
                 part, part_m, part_l, segments, sink, out, lse, len(segments), queries, rows * queries, splits,
-                max_query, HEADS=heads, DEPTH=8, num_warps=1, **behind, **options,
+                max_query, HEADS=heads, DEPTH=8, AT_REST=ahead, num_warps=1, **behind, **options,
             )  # fmt: skip
         else:
             _clear_pads(out, lse, segments, 1, max_query)
     return out, lse
+
+
+def _launch_ahead(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Tensor,
+    part: Tensor,
+    part_m: Tensor,
+    part_l: Tensor,
+    scale: float,
+    splits: int,
+    options: dict[str, Any],
+) -> None:
+    (rows, queries, heads, width), kv_heads = query.shape, key.shape[2]
+    tile, blocks = _ahead_tile(width)
+    boxes = [
+        TensorDescriptor(x, list(x.shape), list(x.stride()), [1, tokens, 1, width])
+        for x, tokens in ((key, blocks * KEYS), (value, KEYS))
+    ]
+    _ahead_kernel[(kv_heads * len(segments) * splits,)](
+        query, key, value, *boxes, segments, part, part_m, part_l,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        scale * math.log2(math.e), len(segments), splits, queries, rows * queries, *key.shape[:2],
+        KV=kv_heads, GROUP=heads // kv_heads, D=width, M=tile.rows, N=KEYS, BLOCKS=blocks,
+        STAGES=tile.stages, num_warps=tile.warps, **options,
+    )  # fmt: skip
 
 
 def backward(

@@ -36,6 +36,8 @@ TOGETHER = {"triton": "rlspec.kernels.rms_norm", "cuda": "rlspec.device.cuda_row
 _JOINED = ("residual_add", "rms_norm", "qk_norm", "rope")
 # What reads a weight at rest ahead of its turn, and multiplies gate and up and activates them at once.
 PRODUCTS = {"triton": "rlspec.kernels.det_gemm", "cuda": "rlspec.device.cuda_gemm"}
+# What reads keys and values at rest ahead of its turn.
+CACHED = {"triton": "rlspec.kernels.attention"}
 # Projections of the same rows, by the one that is called first.
 _PROJECTIONS = {
     "self_attn.q_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -74,14 +76,17 @@ class InferenceDecoder(Decoder):
     that is just the one that was foreseen gets the result that is there, any other is computed.
     """
 
-    # Of a call under way: the module of kernels of several operators, that of products, whether it does gate and up at
-    # once, whether weights may be multiplied as one, and what is foreseen, by chunk.
+    # Of a call under way: the module of kernels of several operators, that of products, that of attention if what
+    # earlier calls wrote is at rest, whether products do gate and up at once, whether weights may be multiplied as one,
+    # what is foreseen, by chunk, and where the keys and values of a layer have just been stored.
     _together: Any
     _products: Any
+    _cached: Any
     _gated: bool
     _apart: bool
     _ahead: dict[int, list[Ahead]]
     _cache: Any
+    _stored: Any
 
     @classmethod
     def of(cls, decoder: Decoder, operators: Operators) -> InferenceDecoder:
@@ -98,17 +103,21 @@ class InferenceDecoder(Decoder):
         module = TOGETHER.get(self._shipped(*_JOINED) or "") if able else None
         products = PRODUCTS.get(self._shipped("det_gemm") or "")
         self._apart = able and self._shipped("det_gemm") in APART
-        self._together, self._products = (import_module(one) if one else None for one in (module, products))
+        # What was written before the embedding's kernel is at rest behind it, as nothing overtakes that one.
+        fenced = self._shipped("embedding") is not None
+        cached = CACHED.get(self._shipped("attention") or "") if fenced else None
+        modules = (import_module(one) if one else None for one in (module, products, cached))
+        self._together, self._products, self._cached = modules
         self._gated = able and self.profile.swiglu and self._shipped("det_gemm", "swiglu") in PRODUCTS
-        self._ahead, self._cache = {}, options.get("cache")
+        self._ahead, self._cache, self._stored = {}, options.get("cache"), None
         try:
-            # Weights that are used as they are were written before the embedding's kernel, which nothing overtakes.
-            at_rest = stored and type(self).weight is Decoder.weight and self._shipped("embedding") is not None
-            with self._weights_at_rest(at_rest):
+            # Weights that are used as they are.
+            with self._weights_at_rest(fenced and stored and type(self).weight is Decoder.weight):
                 return super().forward(tokens, **options)
         finally:
-            self._together, self._products, self._gated, self._apart = None, None, False, False
-            self._ahead, self._cache = {}, None
+            self._together, self._products, self._cached = None, None, None
+            self._gated, self._apart = False, False
+            self._ahead, self._cache, self._stored = {}, None, None
 
     def _weights_at_rest(self, rest: bool) -> AbstractContextManager[None]:
         return nullcontext() if self._products is None else self._products.weights_at_rest(rest)
@@ -133,7 +142,15 @@ class InferenceDecoder(Decoder):
             return self._multiply(at, name, *arguments)
         if operator == "rms_norm":
             arguments = (arguments[0].to(self.dtype), *arguments[1:])
-        return super().operate(at, name, operator, *arguments, **options)
+        with self._cache_at_rest() if operator == "attention" and self._of_cache(*arguments[1:3]) else nullcontext():
+            return super().operate(at, name, operator, *arguments, **options)
+
+    def _cache_at_rest(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._cached is None else self._cached.cache_at_rest()
+
+    def _of_cache(self, *stores: Tensor) -> bool:
+        """Whether these lie where a kernel has just put the call's keys and values: others are of earlier calls."""
+        return self._stored is not None and all(map(_same_memory, stores, self._stored))
 
     def _multiply(self, at: Site, name: str, x: Tensor, weight: Tensor) -> Tensor:
         """This product, those of the other projections of x, and swiglu of gate and up."""
@@ -171,6 +188,7 @@ class InferenceDecoder(Decoder):
         return x if foreseen else super()._read(x)
 
     def _rotate_both(self, at: Site, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self._stored = None
         if self._together is not None:
             weights = [self.weight(f"model.layers.{at.layer}.self_attn.{name}_norm.weight") for name in "qk"]
             options, tables, slots = self._norm_options, (at.chunk.cos, at.chunk.sin), self._slots(at, key, value)
@@ -178,6 +196,7 @@ class InferenceDecoder(Decoder):
             if made is not None:
                 if slots is not None:
                     self._cache.stored(at.layer, made[3], value)
+                    self._stored = slots.keys, slots.values
                 kernel, foreseen = self._together.ROTATED, []
                 for x, weight, normed, rotated in zip((query, key), weights, made[:2], made[2:], strict=True):
                     foreseen.append(Ahead.of("qk_norm", (x, weight), normed, kernel, **options))
@@ -199,6 +218,10 @@ class InferenceDecoder(Decoder):
             return super()._project(at, name, x)
         with self._weights_at_rest(False):  # its loads would keep attention waiting for keys and values
             return super()._project(at, name, x)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 @dataclass(eq=False)

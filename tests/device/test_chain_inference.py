@@ -14,7 +14,7 @@ from rlspec.device.comparing import identical
 from rlspec.device.decoder import Decoder, Site, Span
 from rlspec.device.kv_cache import ContiguousCache, PagedCache
 from rlspec.device.operators import Operators
-from rlspec.kernels import det_gemm, swiglu
+from rlspec.kernels import attention, det_gemm, swiglu
 from tests.device.test_chain_kernels import ordered_products  # noqa: F401
 from tests.device.test_chain_model import model
 from tests.kernels.interpreted import gpu, interpreted
@@ -212,17 +212,39 @@ def test_keys_and_values_are_stored_where_they_are_made(ordered_products: None, 
     assert "_write" in seen.triton and same(got, want)
 
 
+@interpreted
+def test_attention_reads_ahead_what_earlier_calls_left_in_a_cache(
+    ordered_products: None,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoder, rests, forward = model(layers=2), [], attention._forward
+
+    def told(*arguments: Any, **options: Any) -> Any:
+        rests.append(attention._AT_REST.get())
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(attention, "_forward", told)
+    stepped(InferenceDecoder, decoder, "triton")
+    assert rests == [True] * 4 and not attention._AT_REST.get()
+    rests.clear()
+    stepped(InferenceDecoder, decoder, "triton", PagedCache)  # gathers pages in the call
+    shown(InferenceDecoder, decoder, "triton")
+    stepped(InferenceDecoder, decoder, "triton", Lost)
+    stepped(OneByOne, decoder, "triton")
+    assert rests == [False] * (4 + 2 + 4 + 4)
+
+
+class Lost(ContiguousCache):
+    """Stores other values than it is given."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        super().write(layer, keys, values if layer else values * 0)
+
+
 @pytest.mark.parametrize("change", ["self_attn.k_norm", "self_attn.k_rope", "self_attn.v_proj", "in place", "cache"])
 @interpreted
 def test_what_is_changed_on_its_way_into_the_cache_is_stored_changed(ordered_products: None, change: str) -> None:  # noqa: F811
-    decoder, cache = model(layers=2), ContiguousCache
-    if change == "cache":
-
-        class Lost(ContiguousCache):
-            def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-                super().write(layer, keys, values if layer else values * 0)
-
-        cache = Lost
+    decoder, cache = model(layers=2), Lost if change == "cache" else ContiguousCache
     want = stepped(other(OneByOne, change), decoder, "triton", cache)
     assert same(stepped(other(InferenceDecoder, change), decoder, "triton", cache), want)
     right = stepped(OneByOne, decoder, "triton")

@@ -158,6 +158,24 @@ def test_the_default_schedule_folds_at_its_borders() -> None:
     torch.testing.assert_close(folded[0].double(), want, rtol=0, atol=4e-6)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+@interpreted
+def test_splits_ahead_of_their_turn_agree(sinks: bool) -> None:
+    q, k, v = sample(700)
+    around = [torch.full((2, 720, *x.shape[2:]), math.nan) for x in (k, v)]
+    sizes = ((1, 1), (64, 1), (65, 3), (128, 1), (129, 1), (129, 2), (193, 1), (320, 4), (577, 1), (700, 8))
+    chosen = {"schedule": kernel.Schedule(192, 384, 320), "split": True}
+    for length, queries in sizes:
+        for full, part in zip(around, (k, v), strict=True):
+            full.fill_(math.nan)
+            full[1, 9 : 9 + length] = part[0, :length]
+        one = torch.cat((torch.zeros_like(q[:, :queries]), q[:, length - queries : length]))
+        cache, entry = kernel._Cache(*around, None, 0), table((1, 0, queries, 9, length))
+        bounds = (0.25, queries, 700, sink_of(sinks), None)
+        found = [kernel._forward(one, cache, entry, *bounds, **chosen, ahead=ahead) for ahead in (False, True)]
+        assert same(*found) and not found[0][0].isnan().any(), (length, queries)
+
+
 @pytest.mark.parametrize("page", [16, 64, 128])
 @interpreted
 def test_pages_agree_with_rows(page: int) -> None:
@@ -273,7 +291,8 @@ def test_cpu_tensors_need_the_interpreter() -> None:
         kernel.forward(*sample(8), ENTRY, scale=1.0)
 
 
-KERNELS = ("_forward_kernel", "_fold_kernel", "_pads_kernel", "_delta_kernel", "_dq_kernel", "_dkv_kernel")
+FORWARD = ("_forward_kernel", "_ahead_kernel", "_fold_kernel", "_pads_kernel")
+KERNELS = (*FORWARD, "_delta_kernel", "_dq_kernel", "_dkv_kernel")
 
 
 @contextmanager
@@ -306,11 +325,13 @@ def test_kernels_compile_for_hopper(width: int, monkeypatch: pytest.MonkeyPatch)
         kernel._backward(q, k, v, q, torch.zeros(q.shape[:3]), q, entry, 0.1, 1024, 1024, None, bulk=True)
         kernel._forward(q[:, :1], cache, entry, 0.1, 1, 1024, None, None, split=True)
         decode = found.pop("_forward_kernel")
+        kernel._forward(q[:, :1], cache, entry, 0.1, 1, 1024, None, None, split=True, ahead=True)
         kernel._forward(q, cache, entry, 0.1, 1024, 1024, None, None, split=False, bulk=True)
     assert set(found) == set(KERNELS)
     assert all(one.metadata.shared <= 232448 for one in (decode, *found.values()))
     assert not any(map(waits, (decode, *found.values())))
-    assert spills(decode) == 0 and "HMMA" in decode.asm["sass"]
+    for one in (decode, found["_ahead_kernel"]):
+        assert spills(one) == 0 and "HMMA" in one.asm["sass"]
     for name in ("_forward_kernel", "_dq_kernel", "_dkv_kernel"):
         sass = found[name].asm["sass"]
         # ptxas waits after each product when it cannot keep several in flight: few waits, many products
@@ -336,6 +357,24 @@ def test_splits_that_start_early_wait_before_they_read(page: int, monkeypatch: p
                 assert waits(one) and spills(one) == 0 and not re.search(r"\b(STG|LDGSTS|UTMALDG)\b", before)
                 assert all("STRONG.GPU" in read for read in re.findall(r"\bLDG[.\w]*", before))
             assert "CCTL.E.PF2" in found["_forward_kernel"].asm["sass"].split("ACQBULK")[0]
+
+
+@compiled
+def test_keys_and_values_at_rest_come_before_the_turn_of_their_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.bfloat16() for x in sample(1024, 8, 2, 128))
+    cache, entry = kernel._Cache(k, v, None, 0), table((0, 0, 1, 0, 1024))
+    monkeypatch.setattr(kernel, "_behind", lambda _: {"BEHIND": True, "launch_pdl": True})
+    monkeypatch.setattr(kernel, "_bulk", lambda _: True)
+    with compiling(monkeypatch) as found:
+        kernel._forward(q[:, :1], cache, entry, 0.1, 1, 1024, None, None)
+        with kernel.cache_at_rest():
+            kernel._forward(q[:, :8], cache, entry, 0.1, 8, 1024, None, None)
+            kernel._forward(q[:, :1], cache, entry, 0.1, 1, 1024, None, 70)
+            assert "_ahead_kernel" not in found
+            kernel._forward(q[:, :1], cache, entry, 0.1, 1, 1024, None, None)
+    for name, ahead in (("_ahead_kernel", {"UTMALDG", "LDG"}), ("_fold_kernel", {"LDG"})):
+        before = found[name].asm["sass"].split("ACQBULK")[0]
+        assert waits(found[name]) and set(re.findall(r"\b(UTMALDG|LDGSTS|LDG|STG)\b", before)) == ahead, name
 
 
 @gpu
