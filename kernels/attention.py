@@ -382,8 +382,8 @@ def _picked(x, number: tl.constexpr, AXES: tl.constexpr):
 def _absorb_whole(
     m, mass, acc, q, k, values, row, token, head, ones, scale, D: tl.constexpr, N: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    # As `_absorb` of BLOCKS blocks that every row sees whole, one after the other. All scores come first: maxima are
-    # exact in any order, and programs have little else to do than to wait for one another's.
+    # As `_absorb` of BLOCKS blocks that every row sees whole, one after the other. All scores come first, as maxima are
+    # exact in any order: warps wait for one another, and do so once for several blocks.
     M: tl.constexpr = q.shape[0]
     scores = tl.reshape(tl.dot(q, tl.trans(k), input_precision="ieee"), (M, BLOCKS, N))
     tops = tl.max(scores, 2) * scale
@@ -485,7 +485,7 @@ def _fold_kernel(
     EARLY: tl.constexpr, CHANGE: tl.constexpr, LATE: tl.constexpr, DEPTH: tl.constexpr, AT_REST: tl.constexpr,
     BEHIND: tl.constexpr = False,
 ):  # fmt: skip
-    # AT_REST: the table was written long ago, so it is read before what precedes this kernel has ended.
+    # AT_REST: no kernel that may be at work writes the table, so it is read first, and waited for is what follows.
     if AT_REST and BEHIND:
         tl.extra.cuda.gdc_launch_dependents()
     else:
@@ -775,11 +775,11 @@ def _forward_tile(dtype: torch.dtype, width: int, group: int, queries: int, spli
     return Tile(rows, 4, 3)
 
 
-AHEAD_ROWS = 16  # all that a program of `_ahead_kernel` serves
+AHEAD_ROWS = 16  # all that `_ahead_kernel` serves
 
 
 def _ahead_tile(width: int) -> tuple[Tile, int]:
-    """And how many blocks of keys come at a time: two such groups fit into shared memory."""
+    # With how many blocks of keys at a time: two such groups fit into shared memory.
     return (Tile(AHEAD_ROWS, 8, 3), 1) if width == 256 else (Tile(AHEAD_ROWS, 4, 3), 2)
 
 
@@ -903,7 +903,7 @@ def _forward(
     early = split and kv_heads * len(segments) * splits <= SPREAD
     if ahead is None:
         ahead = early and _AT_REST.get() and _bulk(query)
-    ahead = ahead and window is None and cache.pages is None and max_query * group <= AHEAD_ROWS
+    ahead = ahead and split and window is None and cache.pages is None and max_query * group <= AHEAD_ROWS
     tile = tile or _forward_tile(query.dtype, width, group, max_query, split, early and splits > 4)
     tiles = triton.cdiv(max_query, tile.rows // group)
     bulk = _bulk(query) if bulk is None else bulk

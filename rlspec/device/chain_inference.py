@@ -142,15 +142,13 @@ class InferenceDecoder(Decoder):
             return self._multiply(at, name, *arguments)
         if operator == "rms_norm":
             arguments = (arguments[0].to(self.dtype), *arguments[1:])
-        with self._cache_at_rest() if operator == "attention" and self._of_cache(*arguments[1:3]) else nullcontext():
+        with self._cache_at_rest(*arguments[1:3]) if operator == "attention" else nullcontext():
             return super().operate(at, name, operator, *arguments, **options)
 
-    def _cache_at_rest(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._cached is None else self._cached.cache_at_rest()
-
-    def _of_cache(self, *stores: Tensor) -> bool:
-        """Whether these lie where a kernel has just put the call's keys and values: others are of earlier calls."""
-        return self._stored is not None and all(map(_same_memory, stores, self._stored))
+    def _cache_at_rest(self, *stores: Tensor) -> AbstractContextManager[None]:
+        # Where a kernel has just put the call's keys and values, all others are of earlier calls.
+        rest = self._stored is not None and all(map(_same_memory, stores, self._stored))
+        return self._cached.cache_at_rest() if rest and self._cached is not None else nullcontext()
 
     def _multiply(self, at: Site, name: str, x: Tensor, weight: Tensor) -> Tensor:
         """This product, those of the other projections of x, and swiglu of gate and up."""
