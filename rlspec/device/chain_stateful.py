@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlspec import chains
 from rlspec.chains import RESCORE
-from rlspec.device import chain_trace
+from rlspec.device import chain_trace, comparing
 from rlspec.device.chain_calls import watched
 from rlspec.device.chain_inference import ATTENTION, KEYS, QUERY, VALUES, Walk
 from rlspec.device.chain_lines import yardstick
@@ -82,14 +82,12 @@ class Inference:
 
     def _trace(self, group: Sequence[Sample], keep: str = STREAM) -> Trace:
         """Of samples that run together, with those of all samples' probes that are theirs."""
-        every = chain_trace.probes(sum(sample.length for sample in self.session.samples))
         at: list[int] = []
-        start = first = 0
-        for sample in self.session.samples:
+        start = 0
+        for sample, probes in zip(self.session.samples, _probes(self.session.samples), strict=True):
             if sample in group:
-                at += [start + probe - first for probe in every if first <= probe < first + sample.length]
+                at += [start + probe for probe in probes]
                 start += sample.length
-            first += sample.length
         return Trace([sample.length for sample in group], self.on.device, keep=keep, at=at)
 
     def _execution(self, name: str, group: Sequence[Sample], trace: Trace | None) -> Walk:
@@ -147,7 +145,22 @@ class Inference:
             found.append(walk.logits[0, length - 1])
             if length < sample.length:
                 pairs.append((walk.logprobs[0, length - 1], full.logprobs[index, length - 1]))
-        self._rows(name, case, found, full, [(index, length - 1) for index, length in near], pairs)
+        if not self._rows(name, case, found, full, [(index, length - 1) for index, length in near], pairs):
+            apart = [(index, length) for (index, length), logits in zip(near, found, strict=True)
+                     if not comparing.identical(logits, full.logits[index, length - 1])]  # fmt: skip
+            self._parted(name, case, dict(reversed(apart)), full)
+
+    def _parted(self, name: str, case: Decode, lengths: Mapping[int, int], full: Walk) -> None:
+        """Where prefixes of these lengths, one of a sample by its index, leave the prefill of all."""
+        traces = []
+        for index, (sample, probes) in enumerate(zip(case.samples, _probes(case.samples), strict=True)):
+            traces.append(Trace([sample.length], self.on.device, at=probes))
+            if index in lengths:
+                self.engine.walk([sample], [(0, lengths[index])], None, trace=traces[-1])
+        assert full.trace is not None
+        names = [sample.id for sample in case.samples]
+        found = divergence(_joined(traces, case.samples, self.on.device), full.trace, names, self.session.layers)
+        self.lines.trace("decode_prefill", name, found)
 
     def _rows(
         self,
@@ -242,11 +255,21 @@ class Inference:
         self.lines.bits("kv_cache", name, tensor, mine, theirs, against=against, place=place)
 
 
+def _probes(samples: Sequence[Sample]) -> list[list[int]]:
+    """Of each sample, the positions that are probes of all samples together."""
+    every, first, found = chain_trace.probes(sum(sample.length for sample in samples)), 0, []
+    for sample in samples:
+        found.append([probe - first for probe in every if first <= probe < first + sample.length])
+        first += sample.length
+    return found
+
+
 def _joined(traces: Sequence[Trace], samples: Sequence[Sample], device: torch.device) -> Trace:
-    """The traces of samples that ran alone, as that of all of them together."""
+    """The traces of samples that ran alone, as that of all of them together; what did not run is left out."""
     whole = Trace([sample.length for sample in samples], device)
-    for key in traces[0].tables:
-        whole.tables[key] = torch.cat([trace.tables[key] for trace in traces])
+    for key in {key: None for trace in traces for key in trace.tables}:
+        nothing = partial(torch.zeros, dtype=torch.int64, device=device)
+        whole.tables[key] = torch.cat([trace.tables.get(key, nothing(trace.tokens)) for trace in traces])
     slots = {probe: slot for slot, probe in enumerate(whole.probes)}
     for key, one in {key: rows for trace in traces for key, rows in trace.rows.items()}.items():
         rows, start = one.new_zeros(len(slots), *one.shape[1:]), 0

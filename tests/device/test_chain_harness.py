@@ -212,6 +212,20 @@ def test_a_backward_that_is_wrong_for_a_single_token_is_found(tmp_path):
     assert "layer 1, mlp.act (swiglu)" in made["gradient_invariance", "B1/tokens"].reason
 
 
+def otherwise_in_short_calls(gate, up):
+    made = reference.swiglu(gate, up)
+    return made if torch.is_grad_enabled() or gate.shape[1] > 3 else made * (1 + 2**-6)
+
+
+def test_prefixes_that_leave_the_prefill_of_the_whole_say_where(tmp_path):
+    given = {**dict.fromkeys(FORWARDS, "canonical"), "swiglu": f"{__name__}:otherwise_in_short_calls"}
+    arm, asked = {"name": "a", "implementation": given}, {"judgments": ["decode_prefill"], "cells": ["BN/packed"]}
+    made = judged(run(bench(arm, **asked), tmp_path), arms=[arm], **asked)
+    assert {one.status for one in made.values()} == {"FAIL"}
+    assert {"b1/prefixes", "bn-left/prefixes"} < {name for _, name in made}
+    assert all("they part at layer 0, mlp.act (swiglu), sample " in one.reason for one in made.values())
+
+
 def gated_otherwise(gate, up):
     """GELU for SiLU, where nothing is trained."""
     if torch.is_grad_enabled():
