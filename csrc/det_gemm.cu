@@ -481,7 +481,7 @@ __global__ void __launch_bounds__(T::THREADS, 1)
     }
     const Barriers barriers = start<T>(loaded, X::MORE);
     wait_for_previous();  // launched behind what is before it, which may have written any of its operands
-    const Walk<T> walk(out.rows, out.columns);
+    const Walk<T, true> walk(out.rows, out.columns);
     const int tiles = (walk.count - 1 - static_cast<int>(blockIdx.x)) / static_cast<int>(gridDim.x) + 1;
     const auto place_of = [&](int i) {
         const Place place = walk.at(blockIdx.x + i * gridDim.x);
@@ -637,7 +637,8 @@ cudaError_t launch_exchanged(Operand a, Operand b, Result out, Blocks blocks, in
     const uint64_t sizes[4] = {static_cast<uint64_t>(out.columns), 2, 4, static_cast<uint64_t>(out.rows) / 8};
     const uint32_t box[4] = {32, 2, 4, 8};
     RLSPEC_TRY(map_tensor(&total, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, out.data, sizes, strides, box));
-    const int steps = static_cast<int>((reduced - 1) / T::PACE + 1), tiles = Walk<T>(out.rows, out.columns).count;
+    const int steps = static_cast<int>((reduced - 1) / T::PACE + 1);
+    const int tiles = Walk<T, true>(out.rows, out.columns).count;
     constexpr int shared = shared_bytes<T>(Exchange<T>::MORE);
     int count = 0;
     RLSPEC_TRY(even_blocks(reinterpret_cast<const void*>(exchanged<T>), tiles, shared, &count));

@@ -84,13 +84,12 @@ __device__ __forceinline__ Place grouped(int tile, int tiles_m, int tiles_n, int
     return {first + tile % of_group % height, tile % of_group / height};
 }
 
-// Weight gradients go 16 tiles down, so that as many blocks as `even_blocks` gives of a Hopper GPU, 128 of the shapes of
-// an 8B model, are at work on 16 by 8 of them, and in every other group from right to left: what was read last is read
-// first again.
-template <class T>
+// Weight gradients: TALL so that the 132 multiprocessors of a Hopper GPU are at work on 12 by 11 tiles. With TURNS groups
+// of 16 go from left to right and from right to left in turn, so that what was read last is read first again, and the
+// blocks that `even_blocks` gives, 128 for the layers of an 8B model, are at work on 16 by 8.
+template <class T, bool TURNS = false>
 struct Walk {
-    static constexpr bool TURNS = T::A == MN_MAJOR;
-    static constexpr int TALL = TURNS ? 16 : 8;
+    static constexpr int TALL = TURNS ? 16 : T::A == MN_MAJOR ? 12 : 8;
     int tiles_m, tiles_n, count;
     __host__ __device__ Walk(int rows, int columns)
         : tiles_m((rows - 1) / T::ROWS + 1), tiles_n((columns - 1) / T::COLUMNS + 1), count(tiles_m * tiles_n) {}
@@ -300,7 +299,8 @@ inline cudaError_t steady_blocks(const void* kernel, int tiles, int shared, int*
     return cudaSuccess;
 }
 
-// No more than are needed for the same number of rounds: blocks then keep step, and share what the cache holds.
+// No more than are needed for the same number of rounds: blocks then keep step, and share what the cache holds. At worst,
+// for one tile more than there are multiprocessors, half of these stand idle in both rounds instead of nearly all in one.
 inline cudaError_t even_blocks(const void* kernel, int tiles, int shared, int* blocks) {
     RLSPEC_TRY(steady_blocks(kernel, tiles, shared, blocks));
     const int rounds = (tiles - 1) / *blocks + 1;

@@ -84,10 +84,10 @@ _AT_REST = ContextVar("cache at rest", default=False)
 
 @contextmanager
 def cache_at_rest() -> Iterator[None]:
-    """Inside, splits of few queries may read while kernels before them are at work what none of these may write.
+    """A promise: inside, `segments` and the keys and values before each segment's first query are at rest.
 
-    That is `segments`, and of each segment the keys and values before its first query. Safe for what was written before
-    a kernel that lets nothing start before it has ended, as `embedding` is one. The bits are the same.
+    That is, they were written before a kernel that lets nothing start before it has ended, as `embedding` is one, and
+    no kernel since writes them. Decode then reads them before its turn. The bits are the same.
     """
     token = _AT_REST.set(True)
     try:
@@ -358,9 +358,10 @@ def _forward_kernel(
         tl.store(LSE + cell, lse, mask=live)
 
 
-# Splits of few queries whose keys and values are at rest. What a program waits for is the query alone: the compiler
-# puts the first loads of a pipelined loop before it, so if the query is waited for inside, keys and values are on their
-# way while it is made. Only whole groups of blocks before the first query come so; the rest follows block by block.
+# Splits of few queries whose keys and values are at rest. The compiler puts the first loads of a pipelined loop before
+# it, so if the query is waited for inside, keys and values are on their way while it is made. Whole groups of blocks
+# before the first query come so; what is left of the earlier keys comes into the cache of the device meanwhile, and is
+# read with the call's own keys when these are there, block by block.
 
 
 @triton.jit
@@ -371,7 +372,7 @@ def _wait():
 
 @triton.jit
 def _picked(x, number: tl.constexpr, AXES: tl.constexpr):
-    # x[:, number]. The compiler knows in which registers that is, and nothing is left to compute.
+    # x[:, number], which the compiler finds in registers.
     here = (tl.arange(0, x.shape[1]) == number)[None, :]
     if AXES == 3:
         here = here[:, :, None]
@@ -414,7 +415,10 @@ def _ahead_kernel(
     KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BLOCKS: tl.constexpr,
     EARLY: tl.constexpr, CHANGE: tl.constexpr, LATE: tl.constexpr, STAGES: tl.constexpr, BEHIND: tl.constexpr = False,
 ):  # fmt: skip
-    """As `_forward_kernel` with SPLIT, of rows, without a window; keys and values describe K and V, N tokens a box."""
+    """As `_forward_kernel` with SPLIT, of rows, without a window, for at most M // GROUP queries.
+
+    A box of `keys` has BLOCKS · N tokens of K, one of `values` N of V.
+    """
     if BEHIND:
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
@@ -485,11 +489,11 @@ def _fold_kernel(
     EARLY: tl.constexpr, CHANGE: tl.constexpr, LATE: tl.constexpr, DEPTH: tl.constexpr, AT_REST: tl.constexpr,
     BEHIND: tl.constexpr = False,
 ):  # fmt: skip
-    # AT_REST: no kernel that may be at work writes the table, so it is read first, and waited for is what follows.
-    if AT_REST and BEHIND:
+    # AT_REST: no kernel that may be at work writes the table, which is read before this one's turn.
+    if BEHIND:
         tl.extra.cuda.gdc_launch_dependents()
-    else:
-        _in_turn(BEHIND)
+        if not AT_REST:
+            tl.extra.cuda.gdc_wait()
     # One program a query head of a slot: find the segment, fold its splits upward. A pad gets 0 and -inf.
     program = tl.program_id(0)
     head = program % HEADS
@@ -510,7 +514,7 @@ def _fold_kernel(
     cells = slot * HEADS + head + tl.zeros((1,), tl.int64)
     out_pointers = OUT + cells[:, None] * D + columns
     if found < 0:
-        if AT_REST and BEHIND:
+        if BEHIND and AT_REST:
             tl.extra.cuda.gdc_wait()
         tl.store(out_pointers, tl.zeros((1, D), OUT.dtype.element_ty))
         tl.store(LSE + cells, tl.full((1,), -float("inf"), tl.float32))
@@ -526,7 +530,7 @@ def _fold_kernel(
     total_mass = tl.zeros((1,), tl.float32)
     total = tl.zeros((1, D), tl.float32)
     end = tl.minimum(last + 1, splits)
-    if AT_REST and BEHIND:
+    if BEHIND and AT_REST:
         tl.extra.cuda.gdc_wait()
     for start in range(first, end, DEPTH):
         for ahead in tl.static_range(DEPTH):
@@ -779,7 +783,7 @@ AHEAD_ROWS = 16  # all that `_ahead_kernel` serves
 
 
 def _ahead_tile(width: int) -> tuple[Tile, int]:
-    # With how many blocks of keys at a time: two such groups fit into shared memory.
+    # With how many blocks of keys at a time.
     return (Tile(AHEAD_ROWS, 8, 3), 1) if width == 256 else (Tile(AHEAD_ROWS, 4, 3), 2)
 
 
@@ -800,12 +804,16 @@ def _dkv_tile(dtype: torch.dtype, width: int) -> Tile:
 
 
 class _Cache(NamedTuple):
-    """Keys and values, and where they stand: rows of tokens, or (pages not None) pages of `page` tokens."""
+    """Keys and values, and where they stand: rows of tokens, or (pages not None) pages of `page` tokens.
+
+    `copied`: by the call itself, so that they are not at rest.
+    """
 
     key: Tensor
     value: Tensor
     pages: Tensor | None
     page: int
+    copied: bool = False
 
 
 def forward(
@@ -833,6 +841,7 @@ def forward(
     if key.shape[0] != query.shape[0]:
         raise ValueError(f"query has {query.shape[0]} rows, key has {key.shape[0]}")
     cache = _Cache(_aligned(key), _aligned(value), None, 0)
+    cache = cache._replace(copied=cache.key is not key or cache.value is not value)
     max_query = _bound("max_query", max_query, query.shape[1])
     max_key = _bound("max_key", max_key, key.shape[1])
     return _forward(query, cache, segments, scale, max_query, max_key, sinks, window)
@@ -901,9 +910,10 @@ def _forward(
         split = splits > 1 and kv_heads * len(segments) * triton.cdiv(max_query, span) < SPREAD
     # As many programs as are at work side by side may start before their turn.
     early = split and kv_heads * len(segments) * splits <= SPREAD
+    able = split and window is None and cache.pages is None and not cache.copied and max_query * group <= AHEAD_ROWS
     if ahead is None:
-        ahead = early and _AT_REST.get() and _bulk(query)
-    ahead = ahead and split and window is None and cache.pages is None and max_query * group <= AHEAD_ROWS
+        ahead = able and early and _AT_REST.get() and _bulk(query)
+    assert able or not ahead
     tile = tile or _forward_tile(query.dtype, width, group, max_query, split, early and splits > 4)
     tiles = triton.cdiv(max_query, tile.rows // group)
     bulk = _bulk(query) if bulk is None else bulk

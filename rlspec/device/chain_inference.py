@@ -78,7 +78,7 @@ class InferenceDecoder(Decoder):
 
     # Of a call under way: the module of kernels of several operators, that of products, that of attention if what
     # earlier calls wrote is at rest, whether products do gate and up at once, whether weights may be multiplied as one,
-    # what is foreseen, by chunk, and where the keys and values of a layer have just been stored.
+    # what is foreseen, by chunk, and the cache's keys and values of a layer into which the call's have just been put.
     _together: Any
     _products: Any
     _cached: Any
@@ -86,7 +86,7 @@ class InferenceDecoder(Decoder):
     _apart: bool
     _ahead: dict[int, list[Ahead]]
     _cache: Any
-    _stored: Any
+    _filled: tuple[tuple[Tensor, int], ...]
 
     @classmethod
     def of(cls, decoder: Decoder, operators: Operators) -> InferenceDecoder:
@@ -103,13 +103,14 @@ class InferenceDecoder(Decoder):
         module = TOGETHER.get(self._shipped(*_JOINED) or "") if able else None
         products = PRODUCTS.get(self._shipped("det_gemm") or "")
         self._apart = able and self._shipped("det_gemm") in APART
-        # What was written before the embedding's kernel is at rest behind it, as nothing overtakes that one.
+        # What was written before the embedding's kernel is at rest behind it, as nothing overtakes that one; the table
+        # of a call's segments, too, which a cache makes when the call begins.
         fenced = self._shipped("embedding") is not None
         cached = CACHED.get(self._shipped("attention") or "") if fenced else None
         modules = (import_module(one) if one else None for one in (module, products, cached))
         self._together, self._products, self._cached = modules
         self._gated = able and self.profile.swiglu and self._shipped("det_gemm", "swiglu") in PRODUCTS
-        self._ahead, self._cache, self._stored = {}, options.get("cache"), None
+        self._ahead, self._cache, self._filled = {}, options.get("cache"), ()
         try:
             # Weights that are used as they are.
             with self._weights_at_rest(fenced and stored and type(self).weight is Decoder.weight):
@@ -117,7 +118,7 @@ class InferenceDecoder(Decoder):
         finally:
             self._together, self._products, self._cached = None, None, None
             self._gated, self._apart = False, False
-            self._ahead, self._cache, self._stored = {}, None, None
+            self._ahead, self._cache, self._filled = {}, None, ()
 
     def _weights_at_rest(self, rest: bool) -> AbstractContextManager[None]:
         return nullcontext() if self._products is None else self._products.weights_at_rest(rest)
@@ -142,13 +143,17 @@ class InferenceDecoder(Decoder):
             return self._multiply(at, name, *arguments)
         if operator == "rms_norm":
             arguments = (arguments[0].to(self.dtype), *arguments[1:])
-        with self._cache_at_rest(*arguments[1:3]) if operator == "attention" else nullcontext():
+        with self._cache_at_rest(at, *arguments[1:3]) if operator == "attention" else nullcontext():
             return super().operate(at, name, operator, *arguments, **options)
 
-    def _cache_at_rest(self, *stores: Tensor) -> AbstractContextManager[None]:
-        # Where a kernel has just put the call's keys and values, all others are of earlier calls.
-        rest = self._stored is not None and all(map(_same_memory, stores, self._stored))
-        return self._cached.cache_at_rest() if rest and self._cached is not None else nullcontext()
+    def _cache_at_rest(self, at: Site, *stores: Tensor) -> AbstractContextManager[None]:
+        # Where a kernel has just put the call's keys and values, and torch nothing since, the others are of earlier
+        # calls, unless they are the new ones of another segment.
+        if self._cached is None or not self._filled or at.chunk.segments.keys_are_shared:
+            return nullcontext()
+        pairs = zip(stores, self._filled, strict=True)
+        rest = all(_within(store, filled) and filled._version == version for store, (filled, version) in pairs)
+        return self._cached.cache_at_rest() if rest else nullcontext()  # type: ignore[no-any-return]
 
     def _multiply(self, at: Site, name: str, x: Tensor, weight: Tensor) -> Tensor:
         """This product, those of the other projections of x, and swiglu of gate and up."""
@@ -186,7 +191,7 @@ class InferenceDecoder(Decoder):
         return x if foreseen else super()._read(x)
 
     def _rotate_both(self, at: Site, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        self._stored = None
+        self._filled = ()
         if self._together is not None:
             weights = [self.weight(f"model.layers.{at.layer}.self_attn.{name}_norm.weight") for name in "qk"]
             options, tables, slots = self._norm_options, (at.chunk.cos, at.chunk.sin), self._slots(at, key, value)
@@ -194,7 +199,7 @@ class InferenceDecoder(Decoder):
             if made is not None:
                 if slots is not None:
                     self._cache.stored(at.layer, made[3], value)
-                    self._stored = slots.keys, slots.values
+                    self._filled = tuple((one, one._version) for one in (slots.keys, slots.values))
                 kernel, foreseen = self._together.ROTATED, []
                 for x, weight, normed, rotated in zip((query, key), weights, made[:2], made[2:], strict=True):
                     foreseen.append(Ahead.of("qk_norm", (x, weight), normed, kernel, **options))
@@ -218,8 +223,9 @@ class InferenceDecoder(Decoder):
             return super()._project(at, name, x)
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _within(view: Tensor, store: Tensor) -> bool:
+    """Whether a tensor begins in the memory of a dense one."""
+    return 0 <= view.data_ptr() - store.data_ptr() < store.numel() * store.element_size()
 
 
 @dataclass(eq=False)

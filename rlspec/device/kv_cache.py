@@ -165,6 +165,7 @@ class _Cache(ABC):
         new = self._table((part, part.span.start, part.position) for part in parts)
         self._new, self._all, self._stored = new.to(self.keys.device), None, None
         if self.backend in _WRITERS:
+            _ = segments.table  # now, so that attention finds it at rest
             places = torch.full((2, segments.rows * width), -1)
             places[:, new[0] * width + new[1]] = new[2:]
             self._places_of_grid = places.to(self.keys.device)

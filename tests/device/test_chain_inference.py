@@ -13,13 +13,36 @@ from rlspec.device.chain_inference import InferenceDecoder
 from rlspec.device.comparing import identical
 from rlspec.device.decoder import Decoder, Site, Span
 from rlspec.device.kv_cache import ContiguousCache, PagedCache
-from rlspec.device.operators import Operators
+from rlspec.device.operators import Operators, Segments
 from rlspec.kernels import attention, det_gemm, swiglu
 from tests.device.test_chain_kernels import ordered_products  # noqa: F401
 from tests.device.test_chain_model import model
 from tests.kernels.interpreted import gpu, interpreted
 
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+
+
+class Lost(ContiguousCache):
+    """Stores zeros for the values of layer 0."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        super().write(layer, keys, values if layer else values * 0)
+
+
+class Moved(ContiguousCache):
+    """Writes all keys and values when they are asked for."""
+
+    def _grid(self, store: Tensor) -> Tensor:
+        return super()._grid(store.mul_(1))
+
+
+class Late(InferenceDecoder):
+    """Writes keys just before attention reads them."""
+
+    def operate(self, at: Site, name: str, operator: str, *arguments: Any, **options: Any) -> Any:
+        if operator == "attention":
+            arguments[1].mul_(1)
+        return super().operate(at, name, operator, *arguments, **options)
 
 
 class OneByOne(Decoder):
@@ -230,15 +253,13 @@ def test_attention_reads_ahead_what_earlier_calls_left_in_a_cache(
     stepped(InferenceDecoder, decoder, "triton", PagedCache)  # gathers pages in the call
     shown(InferenceDecoder, decoder, "triton")
     stepped(InferenceDecoder, decoder, "triton", Lost)
+    stepped(InferenceDecoder, decoder, "triton", Moved)
+    stepped(Late, decoder, "triton")
     stepped(OneByOne, decoder, "triton")
-    assert rests == [False] * (4 + 2 + 4 + 4)
-
-
-class Lost(ContiguousCache):
-    """Stores other values than it is given."""
-
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        super().write(layer, keys, values if layer else values * 0)
+    assert rests == [False] * (4 + 2 + 4 * 4)
+    monkeypatch.setattr(Segments, "keys_are_shared", True)
+    stepped(InferenceDecoder, decoder, "triton")
+    assert rests == [False] * (4 + 2 + 5 * 4)
 
 
 @pytest.mark.parametrize("change", ["self_attn.k_norm", "self_attn.k_rope", "self_attn.v_proj", "in place", "cache"])

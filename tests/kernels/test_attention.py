@@ -158,12 +158,16 @@ def test_the_default_schedule_folds_at_its_borders() -> None:
     torch.testing.assert_close(folded[0].double(), want, rtol=0, atol=4e-6)
 
 
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("heads", "width", "sinks"), [(2, 16, False), (4, 16, True), (6, 32, False), (10, 256, False)])
 @interpreted
-def test_splits_ahead_of_their_turn_agree(sinks: bool) -> None:
-    q, k, v = sample(700)
+def test_splits_ahead_of_their_turn_agree(
+    heads: int, width: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches, launch = [], kernel._launch_ahead
+    monkeypatch.setattr(kernel, "_launch_ahead", lambda *arguments: launches.append(1) or launch(*arguments))
+    q, k, v = sample(700, heads, 2, width)
     around = [torch.full((2, 720, *x.shape[2:]), math.nan) for x in (k, v)]
-    sizes = ((1, 1), (64, 1), (65, 3), (128, 1), (129, 1), (129, 2), (193, 1), (320, 4), (577, 1), (700, 8))
+    sizes = ((1, 1), (64, 1), (65, 3), (128, 1), (129, 1), (129, 2), (193, 1), (320, 3), (577, 1), (700, 32 // heads))
     chosen = {"schedule": kernel.Schedule(192, 384, 320), "split": True}
     for length, queries in sizes:
         for full, part in zip(around, (k, v), strict=True):
@@ -171,9 +175,10 @@ def test_splits_ahead_of_their_turn_agree(sinks: bool) -> None:
             full[1, 9 : 9 + length] = part[0, :length]
         one = torch.cat((torch.zeros_like(q[:, :queries]), q[:, length - queries : length]))
         cache, entry = kernel._Cache(*around, None, 0), table((1, 0, queries, 9, length))
-        bounds = (0.25, queries, 700, sink_of(sinks), None)
+        bounds = (0.25, queries, 700, sink_of(sinks, heads), None)
         found = [kernel._forward(one, cache, entry, *bounds, **chosen, ahead=ahead) for ahead in (False, True)]
         assert same(*found) and not found[0][0].isnan().any(), (length, queries)
+    assert len(launches) == len(sizes)
 
 
 @pytest.mark.parametrize("page", [16, 64, 128])
@@ -370,11 +375,17 @@ def test_keys_and_values_at_rest_come_before_the_turn_of_their_split(monkeypatch
         with kernel.cache_at_rest():
             kernel._forward(q[:, :8], cache, entry, 0.1, 8, 1024, None, None)
             kernel._forward(q[:, :1], cache, entry, 0.1, 1, 1024, None, 70)
+            kernel._forward(q[:, :1], cache._replace(copied=True), entry, 0.1, 1, 1024, None, None)
+            kernel._forward(q[:, :1], cache, entry.repeat(64, 1), 0.1, 1, 1024, None, None)
             assert "_ahead_kernel" not in found
             kernel._forward(q[:, :1], cache, entry, 0.1, 1, 1024, None, None)
-    for name, ahead in (("_ahead_kernel", {"UTMALDG", "LDG"}), ("_fold_kernel", {"LDG"})):
-        before = found[name].asm["sass"].split("ACQBULK")[0]
-        assert waits(found[name]) and set(re.findall(r"\b(UTMALDG|LDGSTS|LDG|STG)\b", before)) == ahead, name
+    ahead, fold = (found[name].asm["sass"] for name in ("_ahead_kernel", "_fold_kernel"))
+    # Before its turn a program reads the five numbers of its segment, keys and values, and writes nothing on any path.
+    assert re.findall(r"\b(LDGSTS|LDG|STG)\b", ahead.split("ACQBULK")[0]) == ["LDG"] * 5
+    assert "UTMALDG" in ahead.split("ACQBULK")[0]
+    assert ahead.count("ACQBULK") == 2 and ahead.rindex("ACQBULK") < ahead.index("STG")
+    assert fold.count("ACQBULK") == 2 and "LDG" in fold.split("ACQBULK")[0]
+    assert re.findall(r"\b(ACQBULK|STG)\b", fold) == 2 * ["ACQBULK", "STG", "STG"]
 
 
 @gpu
