@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import mmap
+import reprlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,8 @@ def measure(folder: str | Path) -> dict[str, Any]:
     indexed = (folder / INDEX).is_file()
     names = sorted(set(_weight_map(folder).values())) if indexed else [SINGLE]
     problems = [f"{name} is missing" for name in names if not (folder / name).is_file()]
+    if problems == [f"{SINGLE} is missing"] and not indexed and any(folder.glob("model-?????-of-?????.safetensors")):
+        problems = [f"{INDEX} is missing, which says what is in which of the shards"]
     if SINGLE not in names and (folder / SINGLE).is_file():  # transformers would load it, and leave the shards alone
         problems.append(f"{SINGLE} is beside {INDEX}, which does not name it: remove one of the two")
     refuse(folder, problems)
@@ -70,11 +73,16 @@ def written(pins: Mapping[str, Any]) -> str:
 
 
 def verify(folder: str | Path, pins: Mapping[str, Any]) -> None:
-    """Raise ValueError with each way in which the files differ from the pins (keys as of `measure`)."""
+    """Raise ValueError with each way in which the files differ from the pins (keys as of `measure`).
+
+    Hashes may be written in upper case.
+    """
     missing = [key for key in ("index_sha256", "shards", "content_hash") if key not in pins]
     if missing:
         raise ValueError(f"the pins have no {' and no '.join(missing)}")
-    folder, shards = Path(folder), pins["shards"]
+    folder = Path(folder)
+    shards = {name: {**pin, "sha256": pin["sha256"].lower()} for name, pin in pins["shards"].items()}
+    pinned_index, pinned_content = pins["index_sha256"] and pins["index_sha256"].lower(), pins["content_hash"].lower()
     problems = []
     for name, pin in shards.items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
@@ -83,12 +91,12 @@ def verify(folder: str | Path, pins: Mapping[str, Any]) -> None:
         elif size != pin["bytes"]:
             problems.append(f"{name} has {size} bytes, not {pin['bytes']}")
     index = _sha256(folder / INDEX) if (folder / INDEX).is_file() else None
-    if index is None and pins["index_sha256"]:
+    if index is None and pinned_index:
         problems.append(f"{INDEX} is missing")
-    elif index and not pins["index_sha256"]:
+    elif index and not pinned_index:
         problems.append(f"{INDEX} is there, and none is pinned")
-    elif index != pins["index_sha256"]:
-        problems.append(f"{INDEX} has the SHA-256 {index}, not {pins['index_sha256']}")
+    elif index != pinned_index:
+        problems.append(f"{INDEX} has the SHA-256 {index}, not {pinned_index}")
     refuse(folder, problems)  # what is cheap to see, before all is hashed
     found = measure(folder)
     for name in sorted({*found["shards"], *shards}):
@@ -96,8 +104,8 @@ def verify(folder: str | Path, pins: Mapping[str, Any]) -> None:
             problems.append(f"{name} is {'not pinned' if name not in shards else 'not in the index'}")
         elif found["shards"][name]["sha256"] != shards[name]["sha256"]:
             problems.append(f"{name} has the SHA-256 {found['shards'][name]['sha256']}, not {shards[name]['sha256']}")
-    if found["content_hash"] != pins["content_hash"]:
-        problems.append(f"the content hash is {found['content_hash']}, not {pins['content_hash']}")
+    if found["content_hash"] != pinned_content:
+        problems.append(f"the content hash is {found['content_hash']}, not {pinned_content}")
     refuse(folder, problems)
 
 
@@ -122,6 +130,8 @@ def _json(file: str, text: bytes) -> dict[str, Any]:
         found = json.loads(text, object_pairs_hook=_once)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{file}: nested too deep") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file}: not a JSON object")
     return found
@@ -182,15 +192,9 @@ def _header(path: Path) -> dict[str, Entry]:
             raise ValueError(f"{path.name}: a header of {length} bytes does not fit into {size}")
         header = _json(path.name, file.read(length))
     header.pop("__metadata__", None)
-    try:
-        told = [(name, one["dtype"], tuple(one["shape"]), *one["data_offsets"]) for name, one in header.items()]
-        told.sort(key=lambda one: one[3:])
-    except (KeyError, TypeError):
-        raise ValueError(f"{path.name}: not the header of a safetensors file") from None
+    told = sorted((_told(path.name, name, one) for name, one in header.items()), key=lambda one: one[3:])
     entries, end = {}, 0
     for name, code, shape, start, stop in told:
-        if code not in _DTYPES:
-            raise ValueError(f"{path.name}: {name} is {code}, and only {', '.join(_DTYPES)} are read")
         dtype = _DTYPES[code]
         if start != end or stop - start != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{path.name}: {name} {list(shape)} does not fill its bytes {start} to {stop} after {end}")
@@ -198,6 +202,28 @@ def _header(path: Path) -> dict[str, Entry]:
     if end != size - 8 - length:
         raise ValueError(f"{path.name}: the tensors end at byte {end} of {size - 8 - length}")
     return entries
+
+
+def _told(file: str, name: str, one: Any) -> tuple[str, str, tuple[int, ...], int, int]:
+    """Name, dtype, shape, first and last byte of a header's entry, as it says."""
+    if not isinstance(one, dict):
+        raise ValueError(f"{file}: the header's entry {name} is {reprlib.repr(one)}, not a mapping")
+    if missing := [key for key in ("dtype", "shape", "data_offsets") if key not in one]:
+        raise ValueError(f"{file}: the header's entry {name} has no {' and no '.join(missing)}")
+    code, shape, offsets = one["dtype"], one["shape"], one["data_offsets"]
+    if not isinstance(code, str) or code not in _DTYPES:
+        shown = code if isinstance(code, str) else reprlib.repr(code)
+        raise ValueError(f"{file}: {name} is {shown:.60}, and only {', '.join(_DTYPES)} are read")
+    if not _counts(shape):
+        raise ValueError(f"{file}: the shape of {name} is {reprlib.repr(shape)}, not a list of whole numbers from 0")
+    if not _counts(offsets) or len(offsets) != 2:
+        shown = reprlib.repr(offsets)
+        raise ValueError(f"{file}: the data_offsets of {name} are {shown}, not two whole numbers from 0")
+    return name, code, tuple(shape), offsets[0], offsets[1]
+
+
+def _counts(given: Any) -> bool:
+    return isinstance(given, list) and all(type(one) is int and one >= 0 for one in given)
 
 
 # Bytes

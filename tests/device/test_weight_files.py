@@ -154,6 +154,23 @@ def test_an_index_that_is_none(tmp_path, text):
         weight_files.measure(tmp_path)
 
 
+def test_shards_without_their_index(tmp_path):
+    write(tmp_path, A, B)
+    (tmp_path / INDEX).unlink()
+    with pytest.raises(ValueError, match=f"refused: {INDEX} is missing, which says what is in which of the shards$"):
+        weight_files.measure(tmp_path)
+
+
+def test_pins_in_upper_case_are_the_same(tmp_path):
+    pins = write(tmp_path, A, B)
+    shards = {name: {**pin, "sha256": pin["sha256"].upper()} for name, pin in pins["shards"].items()}
+    upper = {key: pins[key].upper() for key in ("index_sha256", "content_hash")}
+    weight_files.verify(tmp_path, {**upper, "shards": shards})
+    (tmp_path / INDEX).write_text((tmp_path / INDEX).read_text() + " ")
+    with pytest.raises(ValueError, match=f"{INDEX} has the SHA-256 .*, not {pins['index_sha256']}"):
+        weight_files.verify(tmp_path, {**upper, "shards": shards})
+
+
 def test_nothing_there(tmp_path):
     with pytest.raises(ValueError, match=f"{SINGLE} is missing"):
         weight_files.measure(tmp_path)
@@ -221,8 +238,18 @@ BROKEN = {
     "overlap": (header(b=entry(20, 44)), r"b \[2, 3\] does not fill its bytes 20 to 44 after 24"),
     "shape": (header(b=entry(24, 48, (2, 4))), r"b \[2, 4\] does not fill its bytes"),
     "dtype": (header(b=entry(24, 48, dtype="F8_E4M3")), "b is F8_E4M3, and only BF16, F16, F32 are read"),
-    "no offsets": (header(b={"dtype": "F32", "shape": [2, 3]}), "not the header of a safetensors file"),
-    "no entry": (header(b=3), "not the header of a safetensors file"),
+    "no offsets": (header(b={"dtype": "F32", "shape": [2, 3]}), "the header's entry b has no data_offsets"),
+    "nothing": (header(b={}), "the header's entry b has no dtype and no shape and no data_offsets"),
+    "no entry": (header(b=3), "the header's entry b is 3, not a mapping"),
+    "dtype in a list": (header(b=entry(24, 48, dtype=["F32"])), r"b is \['F32'\], and only BF16, F16, F32 are read"),
+    "shape of texts": (header(b=entry(24, 48, ("2", "3"))), r"the shape of b is \['2', '3'\], not a list of whole"),
+    "shape of floats": (header(b=entry(24, 48, (2.0, 3))), r"the shape of b is \[2.0, 3\], not a list of whole"),
+    "negative shape": (header(b=entry(24, 48, (-2, -3))) + bytes(24), r"the shape of b is \[-2, -3\], not a list"),
+    "true shape": (header(b=entry(24, 28, (True,))) + bytes(4), r"the shape of b is \[True\], not a list"),
+    "no shape": (header(b=entry(24, 48) | {"shape": None}), "the shape of b is None, not a list"),
+    "offsets of texts": (header(b=entry("24", "48")), r"the data_offsets of b are \['24', '48'\], not two whole"),
+    "one offset": (header(b=entry(24, 48) | {"data_offsets": [24]}), r"the data_offsets of b are \[24\], not two"),
+    "deep": (struct.pack("<Q", 200_000) + b"[" * 200_000, f"{SINGLE}: nested too deep"),
     "not JSON": (struct.pack("<Q", 4) + b"{a: ", f"{SINGLE}: Expecting"),
     "a list": (struct.pack("<Q", 2) + b"[]", f"{SINGLE}: not a JSON object"),
     "twice": (struct.pack("<Q", 14) + b'{"a":1, "a":2}', f"{SINGLE}: a stands there twice"),
