@@ -13,7 +13,7 @@ from rlspec.model import Problem
 
 SHIPPED = Path(__file__).parent / "specs"
 FOLDERS = ("models", "workloads", "contracts")
-SCHEMAS = {"models": "model", "workloads": "workload", "contracts": "contract"}
+SCHEMAS = {"models": "model", "workloads": "workload", "contracts": "contract", "pins": "pins"}
 
 
 def home(near: Path) -> Path | None:
@@ -78,6 +78,18 @@ def workload(name: str, near: Path) -> dict[str, Any]:
     if path is None:
         raise SpecError(f"unknown workload {name!r}; {schema.suggestion(name, entries('workloads', near))}")
     return _sound("workloads", path)
+
+
+def pins(name: str, near: Path) -> dict[str, Any]:
+    """Hash and size of every file of a model's weights. Raises SpecError."""
+    folders = [place / "models" / "pins" for place in (home(near), SHIPPED) if place]
+    given = "/" in name or name.endswith(".yaml")
+    places = [near / name] if given else [folder / f"{name}.yaml" for folder in folders]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        known = {one.stem for folder in folders for one in folder.glob("*.yaml")}
+        raise SpecError(f"unknown pins {name!r}; {schema.suggestion(name, known)}")
+    return _sound("pins", path)
 
 
 def _sound(folder: str, path: Path) -> dict[str, Any]:

@@ -628,7 +628,7 @@ def schema(name: str) -> None:
     """Print the JSON Schema of a spec of KIND.
 
     Or of one of the files that specs name and runs write: model, contract,
-    records, plan, report.
+    pins, records, plan, report.
     """
     import json
 

@@ -163,7 +163,7 @@ def test_a_spec_of_init_lints_once_it_is_filled_in(here, kind):
     assert done.code == 0 and done.out == "" and done.err == "1 files, 0 errors, 0 warnings\n"
 
 
-@pytest.mark.parametrize("name", [*schema.KINDS, "model", "contract", "records", "plan", "report"])
+@pytest.mark.parametrize("name", [*schema.KINDS, "model", "contract", "pins", "records", "plan", "report"])
 def test_schemas_are_draft_7_and_whole(here, name):
     loaded = json.loads(rlspec("schema", name).out)
     Draft7Validator.check_schema(loaded)

@@ -52,6 +52,10 @@ def test_catalog_data_is_linted_with_its_own_schema(tmp_path):
     assert rules(path) == ["RL401"]
     path.write_text(f"name: mine\nrows:\n{row.replace(', reason: because', '')}")
     assert rules(path) == ["RL102"]
+    (tmp_path / "pins").mkdir()
+    path = tmp_path / "pins" / "mine.yaml"
+    path.write_text("index_sha256: null\nshards: [a]\ncontent_hash: x\n")
+    assert rules(path) == ["RL103", "RL105"]
 
 
 def test_own_catalog_entries_are_found_above_the_spec(tmp_path, spec):

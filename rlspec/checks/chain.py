@@ -16,7 +16,6 @@ from rlspec import (
     machine,
     nodes,
     plan,
-    schema,
     weight_folders,
     workloads,
 )
@@ -24,7 +23,6 @@ from rlspec.cells import Finding
 from rlspec.chain_asked import PARITY, Asked
 from rlspec.checks import common, operators
 from rlspec.contract import Contract
-from rlspec.document import read
 from rlspec.errors import SpecError
 from rlspec.layouts import CANONICAL
 from rlspec.model import Arm, Document, Judgment, Problem, Result, Row, Spec, Verdict
@@ -107,9 +105,11 @@ def token_ids(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
 def weights(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     if "pins" in data["weights"]:
         try:
-            _pins(data["weights"]["pins"], document.path.parent)
+            catalog.pins(data["weights"]["pins"], document.path.parent)
         except SpecError as error:
-            yield common.unknown(document, "/weights/pins", error)
+            message, hint = common.hinted(error)
+            hint = hint or "`python -m rlspec.device.weight_files FOLDER` prints the pins of files that you trust"
+            yield common.at(document, "/weights/pins", "RL201", message, hint)
 
 
 def folder(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -173,30 +173,13 @@ def _chain(data: dict[str, Any], near: Path) -> dict[str, Any]:
     """What a run, its plan and its report hold whole."""
     made = dict(data["weights"])
     if "pins" in made:
-        made["pins"] = {key: value for key, value in _pins(made["pins"], near).items() if key in PINNED}
+        made["pins"] = {key: value for key, value in catalog.pins(made["pins"], near).items() if key in PINNED}
     return {
         "model": catalog.whole(data["model"], near),
         "weights": made,
         "profile": data.get("profile", PROFILE),
         "cells": list(data.get("cells", ())),
     }
-
-
-def _pins(name: str, near: Path) -> dict[str, Any]:
-    """Hash and size of every file of a model's weights. Raises SpecError."""
-    places = [near / name] if "/" in name or name.endswith(".yaml") else [
-        place / "models" / "pins" / f"{name}.yaml" for place in (catalog.home(near), catalog.SHIPPED) if place
-    ]  # fmt: skip
-    path = next((place for place in places if place.is_file()), None)
-    if path is None:
-        known = {one.stem for place in places for one in place.parent.glob("*.yaml")}
-        raise SpecError(f"unknown pins {name!r}; {schema.suggestion(name, known)}")
-    found, problems = read(path)
-    if problems or found is None or not isinstance(found.data, dict):
-        raise SpecError(f"{path}: {problems[0].message if problems else 'pins are a mapping'}")
-    if missing := [key for key in PINNED if key not in found.data]:
-        raise SpecError(f"{path}: the pins have no {' and no '.join(missing)}")
-    return dict(found.data)
 
 
 expand = plan.steps

@@ -491,10 +491,51 @@ def test_weights_of_another_model_than_the_declared_one_are_refused_by_the_key(t
     assert problem.hint == "name the model that the folder holds, or correct its config.json"
 
 
-def test_pins_that_nobody_knows():
+def test_pins_that_nobody_knows(tmp_path):
     weights = {"source": "huggingface", "path": "w", "pins": "qwen"}
     with pytest.raises(SpecError, match="unknown pins 'qwen'"):
         chain.parse(spec(weights=weights))
+    (tmp_path / "spec.yaml").touch()
+    made = replace(spec(weights={**weights, "pins": "nope.yaml"}), path=tmp_path / "spec.yaml")
+    told = [(one.message, one.hint) for one in refused(made) if "pins" in one.message]
+    assert told == [("unknown pins 'nope.yaml'", "known: qwen3-8b")]
+
+
+PIN = {"sha256": "0aF" * 21 + "0", "bytes": 8}
+PINS = {"index_sha256": None, "shards": {"a": PIN}, "content_hash": "f" * 64}
+HASH = "'beef' does not have the right form"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, None),
+        ({"tensor_bytes": 8, "index_sha256": "AB" * 32}, None),
+        ({"shards": {"a": {"sha256": "0" * 63 + "a"}}}, "'bytes' is missing in shards.a"),
+        ({"shards": {"a": {"bytes": 8}}}, "'sha256' is missing in shards.a"),
+        ({"shards": {"a": {**PIN, "bytes": "8"}}}, "shards.a.bytes: an integer is due, not the text '8'"),
+        ({"shards": {"a": {**PIN, "bytes": -8}}}, "shards.a.bytes: -8 is below 1"),
+        ({"shards": {"a": {**PIN, "sha256": "beef"}}}, f"shards.a.sha256: {HASH}"),
+        ({"shards": 3}, "shards: a mapping is due, not the number 3"),
+        ({"shards": ["a"]}, "shards: a mapping is due, not a list"),
+        ({"shards": {"a": 3}}, "shards.a: a mapping is due, not the number 3"),
+        ({"shards": {}}, "shards: an empty mapping"),
+        ({"index_sha256": 3}, "index_sha256: text or nothing is due, not the number 3"),
+        ({"index_sha256": "beef"}, f"index_sha256: {HASH}"),
+        ({"content_hash": None}, "content_hash: text is due, not nothing"),
+    ],
+)
+def test_pins_that_are_malformed_are_refused_by_file_and_key(tmp_path, change, told):
+    path = tmp_path / "mine.yaml"
+    path.write_text(json.dumps({**PINS, **change}))
+    made = spec(weights={"source": "huggingface", "path": "w", "pins": str(path)})
+    found = refused(made)
+    assert [one.rule for one in found] == ["RL201"] * bool(told)
+    if told:
+        assert re.fullmatch(rf"{path}:\d+:\d+: {re.escape(told)}", found[0].message), found[0].message
+        assert "python -m rlspec.device.weight_files FOLDER" in found[0].hint
+        with pytest.raises(SpecError, match=re.escape(told)):
+            chain.parse(made)
 
 
 def test_run_files_are_told_of_every_row():
