@@ -62,6 +62,10 @@ WITHOUT_EFFECT = (
 )
 
 
+class Unimplemented(ValueError):
+    """A model that asks for what the decoder does not do, however right it is."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The Qwen3 family; field names as in config.json. `num_experts` 0 means dense."""
@@ -130,7 +134,8 @@ class Architecture:
 def read(source: Mapping[str, Any] | str | Path) -> Architecture:
     """The architecture of a model entry or of a config.json (a mapping, or the path of a JSON file).
 
-    Raises ValueError with every key that is unknown, not implemented, missing or of a wrong type or size.
+    Raises ValueError with every key that is not implemented, missing or of a wrong type or size; Unimplemented if any
+    is of the first kind.
     """
     given = source if isinstance(source, Mapping) else config_json.parse(Path(source).read_bytes())
     config = _flat(given)
@@ -151,7 +156,8 @@ def read(source: Mapping[str, Any] | str | Path) -> Architecture:
         architecture = Architecture(**values)
         problems = _sizes(architecture)
     if problems:
-        raise ValueError("the decoder cannot build this model: " + "; ".join(problems))
+        kind = Unimplemented if any(found) else ValueError
+        raise kind("the decoder cannot build this model: " + "; ".join(problems))
     return architecture
 
 
@@ -215,7 +221,7 @@ def _refusal(key: str, value: Any) -> str | None:
         return f"{key} {json.dumps(value)} is not implemented, only {allowed}"
     if key in ("sliding_window", "layer_types", "rope_parameters"):
         return f"{key} {json.dumps(value)} is not implemented"
-    return None if value is None else f"unknown key {key}"
+    return None if value is None else f"key {key} is not implemented"
 
 
 def _missing(config: Mapping[str, Any]) -> list[str]:

@@ -14,10 +14,11 @@ _NEEDED = ("layers", "hidden_size", "heads", "kv_heads", "head_dim", "vocabulary
 
 
 def of(model: Mapping[str, Any]) -> Architecture:
-    """From a model entry or a config.json. Raises ValueError for a family, a size or a key that the decoder has not."""
+    """From a model entry or a config.json. Raises ValueError for sizes, Unimplemented for a family or a key."""
     families = architecture.FAMILIES
     if model.get("model_type", families[0]) not in families:
-        raise ValueError(f"it is of type {model['model_type']}; our decoder runs {' and '.join(families)}")
+        told = f"it is of type {model['model_type']}; our decoder runs {' and '.join(families)}"
+        raise architecture.Unimplemented(told)
     needed = (*_NEEDED, *(() if architecture.experts(model) else ("intermediate_size",)))
     found = {name: model.get(name, model.get(architecture.NAMES[name])) for name in needed}
     if missing := sorted(name for name, value in found.items() if not isinstance(value, int)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,19 +54,34 @@ def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[st
     yield from (*told, *((key, one[key], other[key]) for key in rest))
 
 
+def shown(one: object, other: object) -> tuple[str, str]:
+    """Two values that differ, in quotes if they are texts and may look alike."""
+    show = str if type(one) is type(other) else repr
+    return show(one), show(other)
+
+
 def unfit(model: Mapping[str, Any], folder: Path) -> str | None:
     """Why our decoder, run as `model`, would not run what the config.json in the folder is of, or None.
 
-    None as well where there is no such file: the shards may be pinned, and say nothing of eps or rope.
+    None as well where nothing has that name: the shards may be pinned, and say nothing of eps or rope.
+    Raises Unimplemented where the config.json says nothing else than `model`, and more than the decoder does.
     """
-    if not (folder / NAME).is_file():
+    path = folder / NAME
+    if not os.path.lexists(path):
         return None
+    if not path.is_file():  # a folder, or a link to nothing
+        return f"its {NAME} is no file that can be read"
     try:
-        held = config_json.parse((folder / NAME).read_bytes())
+        held = config_json.parse(path.read_bytes())
         if other := next(differing(model, held), None):
-            key, declared, there = other
+            key, *both = other
+            declared, there = shown(*both)
             return f"{key} is {declared}, and {there} there"
         architecture.read(held)
-    except (OSError, ValueError) as error:
+    except architecture.Unimplemented as error:
+        raise architecture.Unimplemented(f"{path}: {error}") from None
+    except OSError as error:
+        return f"its {NAME} cannot be read: {error.strerror}"
+    except ValueError as error:
         return f"its {NAME}: {error}"
     return None

@@ -226,6 +226,15 @@ def test_a_declared_model_is_the_one_in_the_folder(tmp_path, model, message):
     assert [one.message for one in found] == ([message] if message else [])
 
 
+def test_a_size_that_is_a_text_is_told_as_one(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"num_attention_heads": "4"}')
+    weights = {"source": "huggingface", "path": "model"}
+    path = spec_of(tmp_path, {"engine": "transformers"}, {"engine": "vllm"}, weights=weights, model="tiny-dense")
+    (found,) = linting.lint([path])[1]
+    assert found.message == "model tiny-dense is not the one in model: heads is 4, and '4' there"
+
+
 def test_samples_are_no_longer_than_the_model_in_the_folder(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 41}')
@@ -239,6 +248,7 @@ def test_samples_are_no_longer_than_the_model_in_the_folder(tmp_path):
     ("change", "told"),
     [
         ({"rms_norm_eps": 2e-6}, "rms_norm_eps is 1e-06 in one and 2e-06 in the other"),
+        ({"rms_norm_eps": "1e-06"}, "rms_norm_eps is 1e-06 in one and '1e-06' in the other"),
         ({"sliding_window": 4}, "sliding_window is None in one and 4 in the other"),
         ({"dtype": "float32", "use_cache": False}, None),
     ],

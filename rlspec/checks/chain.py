@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlspec import (
+    architecture,
     catalog,
     chain_across,
     chain_sizes,
@@ -72,7 +73,8 @@ def tables(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
 
 
 def model(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
-    yield from common.decoded(document, data["model"], "a chain takes all sizes from the model entry")
+    hints = "a chain takes all sizes from the model entry", f"{common.TO_THE_LETTER}: name a model that it runs"
+    yield from common.decoded(document, data["model"], *hints)
 
 
 def workload(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
@@ -117,9 +119,14 @@ def folder(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     path = data["weights"].get("path")
     try:
         declared = catalog.whole(data["model"], document.path.parent)
+        other = None if path is None else weight_folders.unfit(declared, document.path.parent / path)
     except SpecError:  # said of the model
         return
-    if path is not None and (other := weight_folders.unfit(declared, document.path.parent / path)):
+    except architecture.Unimplemented as error:
+        hint = f"{common.TO_THE_LETTER}: name weights of a model that it runs"
+        yield common.at(document, "/weights/path", "RL305", str(error), hint)
+        return
+    if other:
         message = f"model {data['model']} is not the one in {path}: {other}"
         hint = "name the model that the folder holds, or correct its config.json"
         yield common.at(document, "/model", "RL305", message, hint)

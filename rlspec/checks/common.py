@@ -13,6 +13,7 @@ from rlspec.document import escape
 from rlspec.errors import SpecError
 from rlspec.model import Document, Expect, Problem, Severity
 
+TO_THE_LETTER = "our decoder runs what it implements to the letter, and nothing as something else"
 Rule = Callable[[Document, dict[str, Any]], Iterator[Problem]]
 PLACEHOLDER = re.compile(r"<[A-Za-z][A-Za-z0-9 _.,'/-]*>")
 CONTRACTS = {"correctness": "training", "performance": "training", "operators": "ws1", "chain": "ws1",
@@ -115,13 +116,17 @@ def contract_rows(document: Document, data: dict[str, Any], subjects: Sequence[s
                 yield at(document, f"/judgments/{index}", "RL224", message, hint)
 
 
-def decoded(document: Document, name: str, hint: str) -> Iterator[Problem]:
-    """What is wrong with a model that our decoder is to build from an entry or a config.json alone."""
+def decoded(document: Document, name: str, hint: str, unimplemented: str) -> Iterator[Problem]:
+    """What is wrong with a model that our decoder is to build from an entry or a config.json alone.
+
+    `unimplemented`: the hint for a model that asks for what the decoder does not do.
+    """
     try:
         chain_sizes.of(catalog.whole(name, document.path.parent))
     except SpecError as error:
         yield unknown(document, "/model", error)
     except ValueError as error:
+        hint = unimplemented if isinstance(error, architecture.Unimplemented) else hint
         yield at(document, "/model", "RL313", f"model {name}: {error}", hint)
 
 
@@ -130,8 +135,7 @@ def decoder_has(document: Document, name: str, entry: Mapping[str, Any]) -> Iter
     try:
         architecture.read(entry)
     except ValueError as error:
-        hint = "our decoder runs what it implements to the letter, and nothing as something else"
-        yield at(document, "/model", "RL313", f"model {name}: {error}", hint)
+        yield at(document, "/model", "RL313", f"model {name}: {error}", TO_THE_LETTER)
 
 
 def row_names(given: str | dict[str, Any]) -> list[str]:

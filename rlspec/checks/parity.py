@@ -191,6 +191,7 @@ def _held(document: Document, data: dict[str, Any], path: Path) -> Iterator[Prob
     config = weight_folders.config(document.path.parent / path)
     if other := list(weight_folders.differing(model, config or {})):
         key, declared, held = other[0]
+        declared, held = weight_folders.shown(declared, held)
         message = f"model {data['model']} is not the one in {path}: {key} is {declared}, and {held} there"
         hint = f"{_also(other)}name the model that the folder holds, or leave `model` out"
         yield common.at(document, "/model", "RL305", message, hint)
@@ -207,6 +208,7 @@ def _two_models(document: Document, data: dict[str, Any], arms: Iterable[dict[st
     configs = [weight_folders.config(document.path.parent / path) for path in paths]
     if len(configs) == 2 and (other := list(weight_folders.apart(configs[0] or {}, configs[1] or {}))):
         key, one, two = other[0]
+        one, two = weight_folders.shown(one, two)
         message = f"{paths[0]} and {paths[1]} hold two models: {key} is {one} in one and {two} in the other"
         hint = f"{_also(other)}two engines are compared on one model"
         yield common.at(document, "/arms/1", "RL305", message, hint)
@@ -214,7 +216,7 @@ def _two_models(document: Document, data: dict[str, Any], arms: Iterable[dict[st
 
 def _model(document: Document, data: dict[str, Any]) -> Iterator[Problem]:
     hint = "seeded weights are made for what our decoder runs; name a folder of weights for another"
-    yield from common.decoded(document, data["model"], hint)
+    yield from common.decoded(document, data["model"], hint, hint)
 
 
 def _settings(document: Document, index: int, arm: dict[str, Any]) -> Iterator[Problem]:

@@ -55,7 +55,8 @@ class ChainBench(Arm):
     def decoder(self) -> Decoder:
         """With its weights, in the working dtype.
 
-        Raises ValueError for files that are not what is pinned, and for a config.json beside them of another model.
+        Raises ValueError for files that are not what is pinned, and for a config.json beside them of another model, or
+        of one that the decoder does not run.
         """
         options: dict[str, Any] = {"dtype": self.dtype, "master_dtype": self.dtype, "profile": self.profile}
         if self.weights["source"] == "seeded":

@@ -485,6 +485,15 @@ def test_weights_of_another_model_than_the_declared_one_are_refused_by_the_key(t
         found = refused(made)
         assert [problem.rule for problem in found] == ["RL305"] * (told is not None), found
         assert told is None or told in found[0].message
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attn_logit_softcapping": 50.0}))
+    (problem,) = refused(made)
+    told = "the decoder cannot build this model: key attn_logit_softcapping is not implemented"
+    assert problem.pointer == "/weights/path" and problem.message == f"{tmp_path / 'config.json'}: {told}"
+    letter = "our decoder runs what it implements to the letter, and nothing as something else: "
+    assert problem.hint == f"{letter}name weights of a model that it runs"
+    (problem,) = refused(spec(model=str(tmp_path / "config.json")))
+    assert problem.rule == "RL313" and problem.message.endswith(f"config.json: {told}")
+    assert problem.hint == f"{letter}name a model that it runs"
     (tmp_path / "config.json").write_text("{bad")
     (problem,) = refused(made)
     assert f"is not the one in {tmp_path}: its config.json: Expecting property name" in problem.message

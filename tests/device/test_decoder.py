@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlspec import catalog
-from rlspec.architecture import read
+from rlspec.architecture import Unimplemented, read
 from rlspec.device.decoder import Decoder, Span, side_by_side
 from rlspec.device.operators import Operators, Segment, Segments
 
@@ -506,7 +506,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("key", REFUSED)
 def test_keys_that_are_not_implemented_are_refused_by_name(key):
-    with pytest.raises(ValueError, match=rf"\b{key}\b") as caught:
+    with pytest.raises(Unimplemented, match=rf"\b{key}\b") as caught:
         read({**DENSE, key: REFUSED[key]})
     assert str(caught.value).startswith("the decoder cannot build this model: ")
 
@@ -533,7 +533,7 @@ def test_all_problems_are_named_at_once():
         read(bad)
     assert str(caught.value) == (
         'the decoder cannot build this model: rope_scaling {"factor": 2} is not implemented, only null;'
-        " unknown key mystery; rms_norm_eps is missing; head_dim is '8', not int"
+        " key mystery is not implemented; rms_norm_eps is missing; head_dim is '8', not int"
     )
 
 
@@ -563,8 +563,9 @@ def test_all_problems_are_named_at_once():
     ],
 )
 def test_impossible_sizes_are_refused(config, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         read(config)
+    assert isinstance(refused.value, Unimplemented) is ("is not implemented" in message)
 
 
 def test_an_angle_that_is_not_implemented_still_has_its_theta():
