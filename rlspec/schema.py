@@ -126,7 +126,7 @@ def check_value(value: Any, name: str) -> list[str]:
 
 def _problems(document: Document, error: Any, schema: str) -> Iterator[Problem]:
     pointer = "".join(f"/{escape(token)}" for token in error.absolute_path)
-    name = ".".join(str(token) for token in error.absolute_path) or "spec"
+    name = ".".join(str(token) for token in error.absolute_path) or ("spec" if schema in KINDS else schema)
     expected, about = error.validator_value, _about(error.schema)
     if error.validator == "additionalProperties":
         allowed = sorted(error.schema.get("properties", {}))

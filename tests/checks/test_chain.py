@@ -532,11 +532,13 @@ HASH = "'beef' does not have the right form"
         ({"index_sha256": 3}, "index_sha256: text or nothing is due, not the number 3"),
         ({"index_sha256": "beef"}, f"index_sha256: {HASH}"),
         ({"content_hash": None}, "content_hash: text is due, not nothing"),
+        ([], "pins: a mapping is due, not a list"),
+        (None, "pins: a mapping is due, not nothing"),
     ],
 )
 def test_pins_that_are_malformed_are_refused_by_file_and_key(tmp_path, change, told):
     path = tmp_path / "mine.yaml"
-    path.write_text(json.dumps({**PINS, **change}))
+    path.write_text(json.dumps({**PINS, **change} if isinstance(change, dict) else change))
     made = spec(weights={"source": "huggingface", "path": "w", "pins": str(path)})
     found = refused(made)
     assert [one.rule for one in found] == ["RL201"] * bool(told)
