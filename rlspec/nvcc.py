@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,6 +114,14 @@ def build(name: str) -> Object:
         with _locked(path.with_suffix(".lock")):
             _sweep(path)
             return _whole(path) or _compile(name, path)
+
+
+def build_all() -> None:
+    """Build every source, as many at a time as there are cores, the largest first. What fails is left to `build`."""
+    largest = sorted(names(), key=lambda name: -(SOURCES / f"{name}.cu").stat().st_size)
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for future in [pool.submit(build, name) for name in largest]:
+            future.exception()
 
 
 def usage(ptxas: str) -> dict[str, Usage]:

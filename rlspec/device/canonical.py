@@ -253,11 +253,21 @@ def _repeat(x: Tensor, group: int) -> Tensor:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """[..., M, K], [..., N, K] -> fp64 [..., M, N]: left · rightᵀ, one chain over K ascending for each element."""
-    left, right = (x.double().movedim(-1, 0).contiguous() for x in (left, right))
-    total = left[0].unsqueeze(-1) * right[0].unsqueeze(-2)
-    for index in range(1, len(left)):
-        total += left[index].unsqueeze(-1) * right[index].unsqueeze(-2)
+    ranks = max(left.dim(), right.dim())
+    left, right = (x.double()[(None,) * (ranks - x.dim())].movedim(-1, 0).contiguous() for x in (left, right))
+    left, right = left.unsqueeze(-1), right.unsqueeze(-2)
+    total = left[0] * right[0]
+    step = max(1, _TERMS // max(1, total.numel()))
+    for first in range(1, len(left), step):
+        if step == 1:
+            total += left[first] * right[first]
+            continue
+        for term in (left[first : first + step] * right[first : first + step]).unbind():
+            total += term
     return total
+
+
+_TERMS = 1 << 18  # of small products, as many are made at once as the cache of a core holds
 
 
 def exp(x: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ def main(on: ChainBench, records: Path) -> None:
         blocked = _blocked(session)
         _head(session, blocked)
         if blocked is None:
+            native.prepare(session.on.device, session.on.operators().implementations.values())
             _parts(session)
         session.lines.line("end", lines=session.lines.count)
 

@@ -233,7 +233,8 @@ def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
     x = x.movedim(dim, 0)
     while len(x) > 1:
         pairs = x[: len(x) // 2 * 2]
-        x = torch.cat((pairs[0::2] + pairs[1::2], x[len(pairs) :]))
+        sums = pairs[0::2] + pairs[1::2]
+        x = torch.cat((sums, x[-1:])) if len(x) % 2 else sums
     return x[0]
 
 

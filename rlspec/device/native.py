@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -89,6 +89,12 @@ def missing(device: torch.device | None = None) -> str | None:
         need, here = (".".join(map(str, one)) for one in (nvcc.CAPABILITY, found))
         return f"cuda kernels are for compute capability {need}, and this GPU has {here}"
     return None if nvcc.find() else "cuda kernels are built with nvcc, and there is none on PATH or in CUDA_HOME"
+
+
+def prepare(device: torch.device, implementations: Iterable[str | None]) -> None:
+    """Build all sources at once where one of these implementations runs on CUDA kernels, so that no call waits."""
+    if {"cuda", "fastest"} & set(implementations) and missing(device) is None:
+        nvcc.build_all()
 
 
 @functools.cache

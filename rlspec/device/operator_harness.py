@@ -39,6 +39,7 @@ def main(on: Bench, records: Path) -> None:
         writer, environment = _Writer(file), observe.environment(on.device)
         writer.line({"record": "run", "schema_version": 1, "arm": on.arm, "kind": "operators",
                      "environment": environment})  # fmt: skip
+        native.prepare(on.device, map(on.implementation_of, on.operators))
         elsewhere = other_process.digests_of(on)
         due = [(name, tier) for name in on.operators if not NODES[name].not_applicable
                for tier in nodes.tiers(name, on.workload.tiers)]  # fmt: skip

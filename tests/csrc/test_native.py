@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -248,11 +249,43 @@ ptxas info    : Used 255 registers, used 0 barriers"""
     assert nvcc.usage(said) == {"_Z3onev": nvcc.Usage(40, 16, 8), "_Z3twov": nvcc.Usage(255, 0, 0)}
 
 
+def test_all_sources_are_built_side_by_side_and_a_bad_one_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, begun = threading.Barrier(2, timeout=60), []
+
+    def build(name: str) -> None:
+        begun.append(name)
+        both.wait()
+        raise nvcc.CompileError(name)
+
+    for name, size in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.cu").write_text(" " * size)
+    monkeypatch.setattr(nvcc, "SOURCES", tmp_path)
+    monkeypatch.setattr(nvcc, "build", build)
+    monkeypatch.setattr(nvcc.os, "cpu_count", lambda: 2)
+    nvcc.build_all()
+    assert begun == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("implementations", "why", "builds"),
+    [(["triton", "cuda"], None, 1), (["fastest"], None, 1), (["triton", None], None, 0), (["cuda"], "no nvcc", 0)],
+)
+def test_what_runs_on_cuda_kernels_has_all_of_them_built(
+    implementations: list[str | None], why: str | None, builds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(native, "missing", lambda device: why)
+    monkeypatch.setattr(nvcc, "build_all", lambda: calls.append(1))
+    native.prepare(torch.device("cuda", 0), implementations)
+    assert len(calls) == builds
+
+
 @needs_nvcc
 def test_all_of_csrc_compiles() -> None:
-    names = nvcc.names()
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        built = dict(zip(names, pool.map(nvcc.build, names), strict=True))
+    nvcc.build_all()
+    built = {name: nvcc.build(name) for name in nvcc.names()}
     assert set(built) == {path.stem for path in nvcc.SOURCES.glob("*.cu")} >= {"rms_norm", "det_gemm", "attention"}
     assert all(nvcc.usage(one.ptxas) for one in built.values())
 
