@@ -52,8 +52,11 @@ def _output(argv: list[str]) -> str:
     return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else ""
 
 
-def unmet(requires: Mapping[str, Any], *, pinned: bool = False) -> list[str]:
-    """Each requirement that this machine does not meet, as a sentence. `pinned`: the spec has weights with pins."""
+def unmet(requires: Mapping[str, Any], *, pinned: bool = False, estimate: float | None = None) -> list[str]:
+    """Each requirement that this machine does not meet, as a sentence.
+
+    `pinned`: the spec has weights with pins. `estimate`: GiB of GPU memory that the run is thought to need.
+    """
     reasons = [f"program {name!r} is not on PATH" for name in requires.get("commands", ()) if not shutil.which(name)]
     if requires.get("pinned_weights") and not pinned:
         reasons.append("pinned weights are needed, and the spec has none")
@@ -76,7 +79,8 @@ def unmet(requires: Mapping[str, Any], *, pinned: bool = False) -> list[str]:
     if need_gib := requires.get("memory_gib"):
         least = min(gpu.memory_gib for gpu in here)
         if not least >= need_gib:
-            reasons.append(f"{need_gib:g} GiB of GPU memory are needed, here: {least:.1f} GiB")
+            more = f" ({estimate:.0f} by estimate)" if estimate is not None else ""
+            reasons.append(f"{need_gib:g} GiB of GPU memory are needed{more}, here: {least:.1f} GiB")
     return reasons
 
 

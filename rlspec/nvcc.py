@@ -32,7 +32,7 @@ SOURCES = Path(__file__).parent / "csrc"
 ARCHITECTURE = "sm_90a"  # wgmma needs the a
 CAPABILITY = (9, 0)
 FLAGS = (
-    *("-O3", "-std=c++17", "-lineinfo", "-shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v"),
+    *("-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v"),
     f"-gencode=arch=compute_{ARCHITECTURE.removeprefix('sm_')},code={ARCHITECTURE}",
 )
 _HOST_COMPILER = "NVCC_CCBIN"  # for machines whose own is too new for nvcc; part of an object's name

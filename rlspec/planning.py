@@ -90,7 +90,7 @@ def _chain(spec: Spec) -> dict[str, str]:
     given = {key: value for key, value in spec.chain["weights"].items() if key != "pins"}
     due = sum(1 for _ in chains.expected(asked, model, [j.check for j in spec.judgments], spec.chain["cells"]))
     backward = any(judgment.check in chains.GRADIENTS for judgment in spec.judgments)
-    need = chain_sizes.memory(asked, model, bits=32 if spec.dtype == "fp32" else 16, backward=backward)
+    need = chain.memory(spec)
     more = f", {need.resident / 2**30:.0f} GiB to say of each gradient how much differs" if backward else ""
     return {
         "workload": _workload(spec),

@@ -84,6 +84,8 @@ def test_gpus_that_differ_must_all_meet_a_requirement(smi):
     smi(f"{H200}\nNVIDIA L4, 8.9, 23034, 570.86.15\n")
     assert machine.unmet({"capability": ">=9.0"}) == ["compute capability >=9.0 is needed, here: 8.9, 9.0"]
     assert machine.unmet({"memory_gib": 24}) == ["24 GiB of GPU memory are needed, here: 22.5 GiB"]
+    said = machine.unmet({"memory_gib": 24}, estimate=22.8)
+    assert said == ["24 GiB of GPU memory are needed (23 by estimate), here: 22.5 GiB"]
 
 
 def test_facts(smi):

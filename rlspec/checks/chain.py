@@ -192,10 +192,17 @@ def _chain(data: dict[str, Any], near: Path) -> dict[str, Any]:
 expand = plan.steps
 
 
+def memory(spec: Spec) -> chain_sizes.Memory:
+    """What the run is thought to need."""
+    backward = any(judgment.check in chains.GRADIENTS for judgment in spec.judgments)
+    asked, sizes = chains.asked(workloads.of(spec.workload)), chain_sizes.of(spec.chain["model"])
+    return chain_sizes.memory(asked, sizes, bits=32 if spec.dtype == "fp32" else 16, backward=backward)
+
+
 def unmet(spec: Spec) -> list[str]:
     """Each requirement that is not met here, and weights that are not there."""
     given = spec.chain["weights"]
-    reasons = machine.unmet(spec.requires, pinned="pins" in given)
+    reasons = machine.unmet(spec.requires, pinned="pins" in given, estimate=memory(spec).least / 2**30)
     if "path" in given and not (spec.path.parent / given["path"]).is_dir():
         reasons.append(f"the weights are not here: there is no folder {given['path']}")
     return reasons

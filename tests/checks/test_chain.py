@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlspec import catalog, chain_places, chain_sizes, chain_verdicts, chains, contract, document
+from rlspec import catalog, chain_places, chain_sizes, chain_verdicts, chains, contract, document, machine
 from rlspec.cells import CATEGORIES
 from rlspec.chain_verdicts import GATED
 from rlspec.checks import chain
@@ -420,6 +420,12 @@ def test_shipped_specs_parse_and_say_which_weights_they_need():
 def test_seeded_weights_never_pass_a_closeout():
     made = chain.parse(spec(requires={"pinned_weights": True}))
     assert chain.unmet(made) == ["pinned weights are needed, and the spec has none"]
+
+
+def test_too_little_memory_is_blocked_with_the_estimate_beside_what_the_spec_asks_for(monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: [types.SimpleNamespace(memory_gib=40.0, capability=(9, 0))])
+    whole = spec(model="qwen3-8b", workload="ws1-chain", requires={"device": "cuda", "memory_gib": 80})
+    assert chain.unmet(chain.parse(whole)) == ["80 GiB of GPU memory are needed (78 by estimate), here: 40.0 GiB"]
 
 
 def test_absolute_limits_hold_for_pinned_weights_alone():
