@@ -158,7 +158,7 @@ def test_the_default_schedule_folds_at_its_borders() -> None:
     torch.testing.assert_close(folded[0].double(), want, rtol=0, atol=4e-6)
 
 
-@pytest.mark.parametrize(("heads", "width", "sinks"), [(2, 16, False), (4, 16, True), (6, 32, False), (10, 256, False)])
+@pytest.mark.parametrize(("heads", "width", "sinks"), [(4, 16, True), (6, 32, False), (10, 256, False)])
 @interpreted
 def test_splits_ahead_of_their_turn_agree(
     heads: int, width: int, sinks: bool, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +167,9 @@ def test_splits_ahead_of_their_turn_agree(
     monkeypatch.setattr(kernel, "_launch_ahead", lambda *arguments: launches.append(1) or launch(*arguments))
     q, k, v = sample(700, heads, 2, width)
     around = [torch.full((2, 720, *x.shape[2:]), math.nan) for x in (k, v)]
-    sizes = ((1, 1), (64, 1), (65, 3), (128, 1), (129, 1), (129, 2), (193, 1), (320, 3), (577, 1), (700, 32 // heads))
+    sizes = [(129, 2), (700, 32 // heads)]
+    if width == 16:
+        sizes += [(1, 1), (64, 1), (65, 3), (128, 1), (129, 1), (193, 1), (320, 3), (577, 1)]
     chosen = {"schedule": kernel.Schedule(192, 384, 320), "split": True}
     for length, queries in sizes:
         for full, part in zip(around, (k, v), strict=True):
