@@ -39,6 +39,7 @@ from rlspec.device.gradients import reciprocal_rms, tree_sum
 from rlspec.device.operators import Dispatch, Routing, Segment, Segments
 
 VOCABULARY_BLOCK = 128  # ids in a step of the streaming log-prob: fixed, as the bits follow from it
+_TERMS = 1 << 18  # terms of small products that are made at once, as the cache of a core holds them; not the bits
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -265,9 +266,6 @@ def product(left: Tensor, right: Tensor) -> Tensor:
         for term in (left[first : first + step] * right[first : first + step]).unbind():
             total += term
     return total
-
-
-_TERMS = 1 << 18  # of small products, as many are made at once as the cache of a core holds
 
 
 def exp(x: Tensor) -> Tensor:
