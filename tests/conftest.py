@@ -39,6 +39,18 @@ def one_thread() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def swiftly() -> Iterator[None]:
+    """In the process of interpreted tests."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from tests.kernels.interpreted import swift
+
+    with swift():
+        yield
+
+
 @pytest.fixture
 def word(tmp_path: Path) -> Iterator[str]:
     """A word for the command lines of a test's processes; what holds it at the end is killed, in any case."""

@@ -6,16 +6,13 @@ All of it runs through the command line, as do the reports that are judged again
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import yaml
 
 from rlspec.chains import JUDGMENTS
+from tests import suites
 
 ROOT = Path(__file__).parents[1]
 CONTROLS = sorted((ROOT / "specs" / "controls" / "chain").glob("*.yaml"))
@@ -44,32 +41,13 @@ RED = {
 ALONE = "no-boundaries"  # what its run prints is looked at
 
 
-def rlspec(folder, *words):
-    folder.mkdir(exist_ok=True)
-    return subprocess.run(
-        [sys.executable, "-m", "rlspec", *map(str, words)],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-
-
-def run(specs, folder):
-    """By spec, what the run of all of them said and its own report."""
-    done = rlspec(folder, "run", *specs)
-    reports = [path for path in folder.glob("workspace/validate-chain/*/*/report.json") if path.parts[-2] != "latest"]
-    made = [(json.loads(path.read_text()), path) for path in reports]
-    named = {report["name"].rpartition("/")[2]: (report, path) for report, path in made}
-    return {spec.stem: (done, *named.get(spec.stem, (None, None))) for spec in specs}
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """All runs, two at a time, in calls of several specs: an arm computes on one thread."""
+    """Of each spec."""
     top = tmp_path_factory.mktemp("chains")
     alone, others = ([spec for spec in CONTROLS if (spec.stem == ALONE) is one] for one in (True, False))
-    suites = {"first": [RIGHT, *others[:4]], "second": others[4:10], "third": others[10:], "fourth": alone}
-    with ThreadPoolExecutor(2) as pool:
-        made = pool.map(lambda name: run(suites[name], top / name), suites)
-        return {stem: found for part in made for stem, found in part.items()} | {"top": top}
+    parts = {"alone": alone, "first": [RIGHT, *others[:5]], "second": others[5:]}
+    return {spec.stem: found for spec, found in suites.together(top, parts).items()} | {"top": top}
 
 
 def test_every_fault_has_its_control():
@@ -120,8 +98,8 @@ def test_a_control_says_what_becomes_of_every_judgment(spec):
 def test_a_portable_report_gives_the_same_verdicts_anywhere(outcomes):
     folder = outcomes["top"] / "again"
     _, before, source = outcomes["no-boundaries"]
-    assert rlspec(folder, "report", source, "--portable", "-o", "portable.json.gz").returncode == 0
-    done = rlspec(folder, "judge", "portable.json.gz", "-o", "again.json")
+    assert suites.rlspec(folder, "report", source, "--portable", "-o", "portable.json.gz").returncode == 0
+    done = suites.rlspec(folder, "judge", "portable.json.gz", "-o", "again.json")
     again = json.loads((folder / "again.json").read_text())
     assert done.returncode == 0 and again["expect"]["met"], done.stdout + done.stderr
     keys = ("judgment", "subject", "status", "reason", "statistic")
@@ -133,7 +111,7 @@ def test_a_portable_report_gives_the_same_verdicts_anywhere(outcomes):
 
 def test_a_run_is_judged_again_from_its_records(outcomes):
     folder = outcomes["top"] / "first"
-    done = rlspec(folder, "judge", folder / "workspace/validate-chain/tiny-dense/latest")
+    done = suites.rlspec(folder, "judge", folder / "workspace/validate-chain/tiny-dense/latest")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -148,7 +126,7 @@ def edited(outcomes, change, reseal):
     if reseal:
         made["seal"] = measurements.seal({k: v for k, v in made.items() if k != "nonfinite"})
     (folder / "e.json").write_text(json.dumps(made))
-    done = rlspec(folder, "judge", "e.json", "-o", "out.json")
+    done = suites.rlspec(folder, "judge", "e.json", "-o", "out.json")
     out = folder / "out.json"
     found = json.loads(out.read_text()) if out.exists() else None
     out.unlink(missing_ok=True)
@@ -177,7 +155,7 @@ def test_what_a_person_sees(outcomes):
 
 
 def test_markdown_names_the_place_too(outcomes):
-    folder = outcomes["top"] / "fourth"
-    assert rlspec(folder, "report", outcomes["no-boundaries"][2], "-o", "r.md").returncode == 0
+    folder = outcomes["top"] / "alone"
+    assert suites.rlspec(folder, "report", outcomes["no-boundaries"][2], "-o", "r.md").returncode == 0
     text = (folder / "r.md").read_text()
     assert "layer 0, self&#95;attn (attention)" in text or "layer 0, self_attn (attention)" in text

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests import suites
 
 ROOT = Path(__file__).parents[1]
 SPECS = ROOT / "specs"
@@ -28,24 +25,11 @@ CONTROLS = [path for path in KNOWN if path not in SLOW]
 PASSING = [SPECS / "quickstart.yaml", SPECS / "correctness" / "tiny-moe-dp2.yaml"]
 
 
-def run(spec, folder):
-    folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "rlspec", "run", spec, "-o", "report.json"],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-    made = json.loads((folder / "report.json").read_text()) if (folder / "report.json").exists() else None
-    return done, made
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """All runs, two at a time: an arm computes on one thread."""
-    top = tmp_path_factory.mktemp("controls")
-    specs = [*CONTROLS, *PASSING]
-    with ThreadPoolExecutor(2) as pool:
-        folders = [top / str(number) for number in range(len(specs))]
-        return dict(zip(specs, pool.map(run, specs, folders), strict=True))
+    """Of each control, and of each spec that passes."""
+    parts = {"first": CONTROLS[::2], "second": CONTROLS[1::2], "third": PASSING}
+    return suites.together(tmp_path_factory.mktemp("controls"), parts)
 
 
 def name(spec):
@@ -54,7 +38,7 @@ def name(spec):
 
 @pytest.mark.parametrize("spec", CONTROLS, ids=name)
 def test_control(outcomes, spec):
-    done, made = outcomes[spec]
+    done, made, _ = outcomes[spec]
     assert done.returncode == 0 and made["expect"]["met"], done.stdout + done.stderr
     assert made["outcome"] in ("FAIL", "ERROR") and "Traceback" not in done.stderr
     assert {arm["status"] for arm in made["arms"]} == {"done"}  # a control that crashes proves nothing
@@ -62,7 +46,7 @@ def test_control(outcomes, spec):
 
 @pytest.mark.parametrize("spec", PASSING, ids=name)
 def test_passing(outcomes, spec):
-    done, made = outcomes[spec]
+    done, made, _ = outcomes[spec]
     assert done.returncode == 0 and made["outcome"] == "PASS", done.stdout + done.stderr
     assert {verdict["evidence"]["floor"] for verdict in made["verdicts"]} == {"perturbed"}
 
@@ -70,7 +54,7 @@ def test_passing(outcomes, spec):
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SLOW, ids=name)
 def test_meshes(spec, tmp_path):
-    done, made = run(spec, tmp_path / "run")
+    done, made, _ = suites.run(tmp_path, [spec])[spec]
     assert done.returncode == 0, done.stdout + done.stderr
     assert made["outcome"] == ("FAIL" if spec in KNOWN else "PASS")
 

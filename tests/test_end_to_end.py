@@ -37,7 +37,7 @@ def repo(tmp_path, monkeypatch):
     (made / "specs").mkdir()
     shutil.copy(EXAMPLE / "branch.py.j2", made / "specs")
     spec = (EXAMPLE / "branch.yaml").read_text()
-    shorter = (("steps: 32", "steps: 12"), ("size: 8", "size: 4"), ("accumulation: 8", "accumulation: 4"))
+    shorter = (("steps: 32", "steps: 12"), ("size: 8", "size: 4"), ("accumulation: 8", "accumulation: 2"))
     for long, short in shorter:
         assert long in spec
         spec = spec.replace(long, short)

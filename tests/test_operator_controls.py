@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,11 +11,12 @@ import yaml
 
 from rlspec.cells import CATEGORIES
 from rlspec.nodes import JUDGMENTS
+from tests import suites
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "specs" / "controls" / "operators"
 CONTROLS = sorted(FOLDER.glob("*.yaml"))
-RIGHT = tuple(ROOT / "specs" / "operators" / f"{name}.yaml" for name in ("cpu", "cpu-moe"))
+RIGHT = [ROOT / "specs" / "operators" / f"{name}.yaml" for name in ("cpu", "cpu-moe")]
 # Fault -> the judgments that must be red, and the category. No other judgment may be anything but PASS.
 RED = {
     "layout-sensitive-sum": (["forward_invariance"], "red_verdict"),
@@ -69,16 +65,6 @@ CURED = [
 ]
 
 
-def run(spec, folder, *options):
-    folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "rlspec", "run", spec, "-o", "report.json", *options],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
-    made = json.loads((folder / "report.json").read_text()) if (folder / "report.json").exists() else None
-    return done, made
-
-
 def cured(top):
     """Copies of the controls, each with its fault taken out."""
     for name, module, fault, cure in CURED:
@@ -92,15 +78,11 @@ def cured(top):
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """All runs, the longest first, two at a time: an arm computes on one thread."""
+    """Of each spec, the right ones and the controls, those of `cured` as well."""
     top = tmp_path_factory.mktemp("operators")
-    runs = {("right", spec.stem): (spec,) for spec in RIGHT}
-    runs |= {("control", spec.stem): (spec,) for spec in CONTROLS}
-    runs |= {("cured", spec.stem): (spec,) for spec in cured(top)}
-    runs |= {("ws1", "cannot-fail"): (FOLDER / "cannot-fail.yaml", "--set", "contract=ws1")}
-    with ThreadPoolExecutor(2) as pool:
-        made = pool.map(lambda key: run(runs[key][0], top / "-".join(key), *runs[key][1:]), runs)
-        return dict(zip(runs, made, strict=True))
+    half = len(CONTROLS) // 2
+    parts = {"first": CONTROLS[:half], "second": CONTROLS[half:], "right": RIGHT, "cured": list(cured(top))}
+    return suites.together(top, parts) | {"top": top}
 
 
 def test_every_fault_has_its_control():
@@ -115,7 +97,7 @@ def test_every_judgment_and_every_category_has_its_fault():
 
 @pytest.mark.parametrize("spec", CONTROLS, ids=lambda spec: spec.stem)
 def test_control(outcomes, spec):
-    done, made = outcomes["control", spec.stem]
+    done, made, _ = outcomes[spec]
     assert done.returncode == 0 and made["expect"]["met"], done.stdout + done.stderr
     assert {arm["status"] for arm in made["arms"]} == {"done"}  # a control that crashes proves nothing
     assert "Traceback" not in done.stderr
@@ -124,7 +106,7 @@ def test_control(outcomes, spec):
 @pytest.mark.parametrize("spec", CONTROLS, ids=lambda spec: spec.stem)
 def test_it_is_caught_by_the_judgment_meant_for_it_and_by_no_other(outcomes, spec):
     red, category = RED[spec.stem]
-    _, made = outcomes["control", spec.stem]
+    _, made, _ = outcomes[spec]
     broken = [one for one in made["verdicts"] if (spec.stem, one["subject"]) != ("raises", UNHARMED)]
     assert len(broken) == len(JUDGMENTS)
     for verdict in broken:
@@ -142,21 +124,22 @@ def test_a_control_says_what_becomes_of_every_judgment(spec):
 
 @pytest.mark.parametrize("name", [one[0] for one in CURED])
 def test_a_control_without_its_fault_is_not_met(outcomes, name):
-    done, made = outcomes["cured", name]
+    done, made, _ = outcomes[outcomes["top"] / name / f"{name}.yaml"]
     assert done.returncode == 1 and not made["expect"]["met"], done.stdout + done.stderr
     assert {verdict["status"] for verdict in made["verdicts"]} == {"PASS"}, done.stdout
 
 
 def test_an_operator_that_raises_leaves_the_others_of_its_arm_alone(outcomes):
-    _, made = outcomes["control", "raises"]
+    _, made, _ = outcomes[FOLDER / "raises.yaml"]
     assert {one["status"] for one in made["verdicts"] if one["subject"] == UNHARMED} == {"PASS"}
     told = next(one for one in made["verdicts"] if one["subject"] == "broken/silu/tiny")
     assert told["reason"].startswith("RuntimeError: planted (in BN/full")
     assert 'RuntimeError("planted")' in "".join(told["evidence"]["tail"])
 
 
-def test_the_loose_contract_passes_what_the_strict_one_refuses_and_says_so(outcomes):
-    done, made = outcomes["ws1", "cannot-fail"]
+def test_the_loose_contract_passes_what_the_strict_one_refuses_and_says_so(tmp_path):
+    spec = FOLDER / "cannot-fail.yaml"
+    done, made, _ = suites.run(tmp_path, [spec], "--set", "contract=ws1")[spec]
     assert done.returncode == 1 and made["outcome"] == "PASS", done.stdout + done.stderr  # the control expects ERROR
     (gradient,) = (one for one in made["verdicts"] if one["judgment"] == "gradient_accuracy")
     assert any(note.startswith("cannot_fail") for note in gradient["notes"])
@@ -164,7 +147,7 @@ def test_the_loose_contract_passes_what_the_strict_one_refuses_and_says_so(outco
 
 @pytest.mark.parametrize("spec", RIGHT, ids=lambda spec: spec.stem)
 def test_the_right_operators_pass(outcomes, spec):
-    done, made = outcomes["right", spec.stem]
+    done, made, _ = outcomes[spec]
     assert done.returncode == 0 and made["outcome"] == "PASS", done.stdout + done.stderr
     assert {verdict["status"] for verdict in made["verdicts"]} <= {"PASS", "N/A"}
 
@@ -174,14 +157,14 @@ def test_an_operator_that_ends_its_process_is_an_error_that_says_how(tmp_path):
     text = (ROOT / "specs" / "examples" / "own-operators" / "spec.yaml").read_text(encoding="utf-8")
     spec.write_text(text.replace("[silu, rms_norm]", "[silu]"), encoding="utf-8")
     (tmp_path / "my_kernels.py").write_text("import os\ntable = {'silu': lambda x: os.abort()}\n", encoding="utf-8")
-    done, made = run(spec, tmp_path / "own")
+    done, made, _ = suites.run(tmp_path / "own", [spec])[spec]
     assert done.returncode == 4 and "Traceback" not in done.stderr, done.stderr
     assert {(one["status"], one["reason"]) for one in made["verdicts"]} == {("ERROR", "arm mine: killed by SIGABRT")}
 
 
 def test_the_example_of_own_operators_shows_one_green_and_one_red(tmp_path):
     spec = ROOT / "specs" / "examples" / "own-operators" / "spec.yaml"
-    done, made = run(spec, tmp_path / "own")
+    done, made, _ = suites.run(tmp_path / "own", [spec])[spec]
     assert done.returncode == 1, done.stdout + done.stderr
     statuses = {(one["evidence"]["operator"], one["judgment"]): one["status"] for one in made["verdicts"]}
     assert [name for name, status in statuses.items() if status != "PASS"] == [("rms_norm", "forward_invariance")]

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
-from rlspec.device import bench, chain_bench, chain_harness, faults, job, operator_harness, settings
+from rlspec.device import faults, job, settings
 from rlspec.device.settings import Settings
 from rlspec.device.trainer import Row, Trainer
 
@@ -31,9 +31,13 @@ def main(run_file: str, config: Mapping[str, Any]) -> None:
     """Run the arm that the run file's name tells of. Raises ValueError for what its plan or configuration lacks."""
     path = Path(run_file).absolute()
     if config["kind"] == "operators":
+        from rlspec.device import bench, operator_harness
+
         operator_harness.main(bench.bench(path, config, find_arm(path)), _records_of(path))
         return
     if config["kind"] == "chain":
+        from rlspec.device import chain_bench, chain_harness
+
         chain_harness.main(chain_bench.bench(config, find_arm(path)), _records_of(path))
         return
     options, arm = settings.read(config), find_arm(path)

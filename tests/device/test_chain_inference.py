@@ -240,7 +240,7 @@ def test_attention_reads_ahead_what_earlier_calls_left_in_a_cache(
     ordered_products: None,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    decoder, rests, forward = model(layers=2), [], attention._forward
+    decoder, rests, forward = model(layers=1), [], attention._forward
 
     def told(*arguments: Any, **options: Any) -> Any:
         rests.append(attention._AT_REST.get())
@@ -248,7 +248,7 @@ def test_attention_reads_ahead_what_earlier_calls_left_in_a_cache(
 
     monkeypatch.setattr(attention, "_forward", told)
     stepped(InferenceDecoder, decoder, "triton")
-    assert rests == [True] * 4 and not attention._AT_REST.get()
+    assert rests == [True] * 2 and not attention._AT_REST.get()
     rests.clear()
     stepped(InferenceDecoder, decoder, "triton", PagedCache)  # gathers pages in the call
     shown(InferenceDecoder, decoder, "triton")
@@ -256,16 +256,16 @@ def test_attention_reads_ahead_what_earlier_calls_left_in_a_cache(
     stepped(InferenceDecoder, decoder, "triton", Moved)
     stepped(Late, decoder, "triton")
     stepped(OneByOne, decoder, "triton")
-    assert rests == [False] * (4 + 2 + 4 * 4)
+    assert rests == [False] * (2 + 1 + 4 * 2)
     monkeypatch.setattr(Segments, "keys_are_shared", True)
     stepped(InferenceDecoder, decoder, "triton")
-    assert rests == [False] * (4 + 2 + 5 * 4)
+    assert rests == [False] * (2 + 1 + 5 * 2)
 
 
 @pytest.mark.parametrize("change", ["self_attn.k_norm", "self_attn.k_rope", "self_attn.v_proj", "in place", "cache"])
 @interpreted
 def test_what_is_changed_on_its_way_into_the_cache_is_stored_changed(ordered_products: None, change: str) -> None:  # noqa: F811
-    decoder, cache = model(layers=2), Lost if change == "cache" else ContiguousCache
+    decoder, cache = model(layers=1), Lost if change == "cache" else ContiguousCache
     want = stepped(other(OneByOne, change), decoder, "triton", cache)
     assert same(stepped(other(InferenceDecoder, change), decoder, "triton", cache), want)
     right = stepped(OneByOne, decoder, "triton")
@@ -281,7 +281,7 @@ def test_an_attention_that_does_not_store_leaves_nothing_behind(ordered_products
 
         return Doubled
 
-    decoder = model(layers=2)
+    decoder = model(layers=1)
     want = stepped(of(OneByOne), decoder, "triton")
     assert same(stepped(of(InferenceDecoder), decoder, "triton"), want)
 
