@@ -92,6 +92,11 @@ def test_a_control_says_what_becomes_of_every_judgment(spec):
     assert set(yaml.safe_load(spec.read_text())["expect"]["judgments"]) == set(JUDGMENTS)
 
 
+def test_no_arm_waits_for_the_compiler_of_torch(outcomes):
+    imported = outcomes["tiny-cpu"].made["arms"][0]["provenance"]["imported"]
+    assert "torch" in imported and "sympy" not in imported
+
+
 # Reports judged again
 
 

@@ -92,13 +92,13 @@ def report(repo):
 def spec(repo, branch, isolation, *, slow=False):
     """The example's spec with another feature branch; `slow` arms sleep, so that there is a middle to be cut off in."""
     text = (repo / "specs" / "branch.yaml").read_text().replace("revision: HEAD", f"revision: {branch}")
-    text = text.replace("steps: 12", "steps: 2") if slow else text
     assert f"revision: {branch}" in text
     path = repo / "specs" / "branch.yaml"
     path.write_text(text.replace("kind: correctness", f"kind: correctness\nisolation: {isolation}"))
     if slow:
         template = repo / "specs" / "branch.py.j2"
-        template.write_text(template.read_text() + "\nimport time\nprint('sleeping', flush=True)\ntime.sleep(600)\n")
+        sleeping = "import time\nprint('sleeping', flush=True)\ntime.sleep(600)\n\nimport train\n"
+        template.write_text(template.read_text().replace("import train\n", sleeping))
     commit(repo, "spec")
     return path
 

@@ -238,7 +238,7 @@ class _Upstream(Function):
         return ctx.dy, None
 
 
-def backward(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def start_backward(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Go back from results and their gradients; torch imports its compiler, half a second, where it is given those."""
     with torch.enable_grad():
         torch.autograd.backward([_Upstream.apply(out, dy) for out, dy in pairs])
@@ -270,7 +270,7 @@ class _Recomputed(Function):
         pairs = [(out, dy) for out, dy in zip(outs, upstream, strict=True) if out.requires_grad]
         if not pairs:
             raise NoBackward("no gradient flows through an operator that is computed again")
-        backward(pairs)
+        start_backward(pairs)
         return None, None, *(one.grad if isinstance(one, Tensor) else None for one in arguments)
 
 

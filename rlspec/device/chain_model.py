@@ -31,7 +31,7 @@ from torch import Tensor
 
 from rlspec import layouts
 from rlspec.device import fills
-from rlspec.device.chain_decoder import TrainingDecoder, backward
+from rlspec.device.chain_decoder import TrainingDecoder, start_backward
 from rlspec.device.chain_gradients import Ledger
 from rlspec.device.decoder import Decoder, Node, Span
 from rlspec.device.execution import NoBackward
@@ -137,7 +137,7 @@ class TrainingPass:
         if self.backward:
             if not logprobs.requires_grad:
                 raise NoBackward("no gradient flows through the log-probs")
-            backward([(logprobs, self.upstream(call, logprobs.dtype))])
+            start_backward([(logprobs, self.upstream(call, logprobs.dtype))])
             ledger.end()
         return {run.sample: logprobs.detach()[self._predicting(run)].clone() for run in self._judged(call)}
 
