@@ -207,6 +207,8 @@ def _arm(spec: Spec, step: Step, commits: Mapping[str, str], width: int) -> Iter
         yield from _field("", values, width)
     if arm.perturb:
         yield from _field("", f"weights moved by {arm.perturb['weights']}, seed {arm.perturb['seed']}", width)
+    if arm.fault:
+        yield from _field("", f"with the planted fault {arm.fault}", width)
     if step.argv:
         yield from _field("", f"$ {shlex.join(_command(spec, step))}", width)
 

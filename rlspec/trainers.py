@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+FAULTS_OF_ALL = ("constant_metric", "forced_routing")  # of the embedded trainer, in arms of every role
+
 _PITHTRAIN = ("cross-entropy-loss", "load-balance-loss", "gradient-norm", "learning-rate", "step-time",
               "tokens-per-second", "peak-gpu-memory")  # fmt: skip
 

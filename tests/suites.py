@@ -43,8 +43,8 @@ def run(folder: Path, specs: Iterable[Path], *options: str) -> dict[Path, Outcom
     return {spec: found.get(spec, Outcome(done)) for spec in specs}
 
 
-def together(top: Path, suites: dict[str, list[Path]]) -> dict[Path, Outcome]:
+def together(top: Path, suites: dict[str, list[Path]], *options: str) -> dict[Path, Outcome]:
     """A call a suite, in the folder of its name, two at a time: an arm computes on one thread."""
     with ThreadPoolExecutor(2) as pool:
-        parts = pool.map(lambda name: run(top / name, suites[name]), suites)
+        parts = pool.map(lambda name: run(top / name, suites[name], *options), suites)
         return {spec: outcome for part in parts for spec, outcome in part.items()}

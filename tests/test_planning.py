@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlspec import contract, linting, planning
+from rlspec.checks import CHECKS
 from rlspec.report.text import columns
 from tests.tiny import parity, rlspec, training
 
@@ -51,6 +52,33 @@ def test_no_line_is_wider_than_the_terminal(path, width, monkeypatch):
 class Commits(dict):
     def __missing__(self, revision):
         return "0123456789abcdef"
+
+
+CONTROLS = ROOT / "specs" / "controls"
+
+
+@pytest.mark.parametrize(
+    ("control", "arms"),
+    [
+        ("training/rope-base", {"feat0": "rope_base"}),
+        ("training/constant-metric", dict.fromkeys(("base0", "base1", "feat0"), "constant_metric")),
+        ("chain/temperature", {"faulty": "temperature"}),
+    ],
+)
+def test_a_planted_fault_is_told_of_its_arm(control, arms):
+    told, name = {}, ""
+    for line in text(CONTROLS / f"{control}.yaml").partition("arms, one after the other\n")[2].splitlines():
+        name = line.split()[0] if line.startswith("  ") and line[2:3].strip() else name
+        if "with the planted fault " in line:
+            told[name] = line.split()[-1]
+    assert told == arms
+
+
+def test_a_run_file_is_that_of_a_run_without_the_fault():
+    """So that arms of role base, which have none, can be taken from the run of another control."""
+    (document,), _ = linting.lint([CONTROLS / "training" / "rope-base.yaml"])
+    spec = CHECKS[document.data["kind"]].parse(document)
+    assert "fault" not in spec.trainer.settings and [arm.fault for arm in spec.arms] == [None, None, "rope_base"]
 
 
 def test_the_whole_plan(here):

@@ -13,7 +13,7 @@ from rlspec.errors import SpecError
 from rlspec.formats import metrics_of
 from rlspec.logs import READERS
 from rlspec.model import Arm, Document, Judgment, Spec, Trainer
-from rlspec.trainers import FIXTURES, TRAINERS
+from rlspec.trainers import FAULTS_OF_ALL, FIXTURES, TRAINERS
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 
@@ -61,8 +61,9 @@ def parse(document: Document) -> Spec:
     """The spec of a document that lint passed."""
     data, folder = document.data, document.path.parent
     how = plan.launch(data.get("launch", {}))
-    given = data["trainer"]
-    steps = given.get("steps") or settings(data).get("max_steps")
+    given, chosen = data["trainer"], settings(data)
+    steps = given.get("steps") or chosen.get("max_steps")
+    fault = chosen.pop("fault", None) if given["name"] != "command" else None  # an arm's own, so none of the run file
     shipped = TRAINERS[given["name"]].template
     template = TEMPLATES / shipped.format(kind=data["kind"]) if shipped else None
     repository = folder / data["repository"] if "repository" in data else None
@@ -76,12 +77,12 @@ def parse(document: Document) -> Spec:
         mesh=plan.mesh(data["mesh"], how.world_size),
         sequence_length=data.get("sequence_length", 2048),
         dtype=data.get("dtype", "bf16"),
-        arms=tuple(_arm(arm) for arm in data["arms"]),
+        arms=tuple(_arm(arm, fault) for arm in data["arms"]),
         judgments=tuple(_judgment(j) for j in data.get("judgments", common.STANDARD[data["kind"]])),
         contract=data.get("contract", common.CONTRACTS[data["kind"]]),
         trainer=Trainer(
             name=given["name"],
-            settings=settings(data),
+            settings=chosen,
             template=folder / given["template"] if "template" in given else template,
             command=tuple(given.get("command", ("{python}", "{run_file}") if shipped else ())),
             reader=reader_name(data),
@@ -100,6 +101,7 @@ def _judgment(given: str | dict[str, Any]) -> Judgment:
     return Judgment(check=given) if isinstance(given, str) else Judgment(**given)
 
 
-def _arm(given: dict[str, Any]) -> Arm:
+def _arm(given: dict[str, Any], fault: str | None) -> Arm:
     perturb = given.get("perturb")
-    return Arm(**{**given, "perturb": {"seed": 1, **perturb} if perturb else None})
+    planted = fault if given["role"] == "feature" or fault in FAULTS_OF_ALL else None
+    return Arm(**{**given, "perturb": {"seed": 1, **perturb} if perturb else None, "fault": planted})

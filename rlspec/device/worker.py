@@ -40,7 +40,9 @@ def main(run_file: str, config: Mapping[str, Any]) -> None:
 
         chain_harness.main(chain_bench.bench(config, find_arm(path)), _records_of(path))
         return
-    options, arm = settings.read(config), find_arm(path)
+    arm = find_arm(path)
+    planted = {"fault": arm["fault"]} if arm.get("fault") else {}
+    options = settings.read({**config, "settings": {**config["settings"], **planted}})
     make_repeatable(options)
     with job.join() as joined:
         kind = faults.trainer(options, arm["role"])

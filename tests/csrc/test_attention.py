@@ -35,12 +35,16 @@ def test_the_compiler_spills_nothing_and_keeps_products_in_flight() -> None:
 
 
 @functools.cache
-def disassembled(kernel: str) -> list[str]:
-    """The machine code of each variant of a kernel."""
+def disassembly() -> list[str]:
+    """The machine code of each kernel, name first."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     command = [str(tool), "-sass", str(nvcc.build("attention").path)]
-    parts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("Function : ")[1:]
-    found = [part for part in parts if f"attention_{kernel}_kernel" in part.split("\n", 1)[0]]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("Function : ")[1:]
+
+
+def disassembled(kernel: str) -> list[str]:
+    """The machine code of each variant of a kernel."""
+    found = [part for part in disassembly() if f"attention_{kernel}_kernel" in part.split("\n", 1)[0]]
     assert found, kernel
     return found
 

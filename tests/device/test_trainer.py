@@ -411,6 +411,7 @@ def test_a_fault_is_nothing_that_a_spec_has_by_default():
     assert settings().fault is None and faults.trainer(settings(), "feature") is Trainer
     declared = schema.load("common")["definitions"]["embedded_settings"]["properties"]
     assert declared["fault"]["enum"] == list(faults.FAULTS) and "default" not in declared["fault"]
+    assert trainers.FAULTS_OF_ALL == faults.IN_ALL_ARMS
 
 
 # Settings
@@ -585,9 +586,10 @@ def test_the_log_line_has_pith_trains_shape():
 
 
 def test_arms_differ_by_what_the_plan_says_of_them(tmp_path, capsys):
-    config = configured(steps=2, fault="learning_rate_1.05")
+    config = configured(steps=2)
     base0, base1, feat0, plain = arms_of("base0", "base1", "feat0", "plainbase")
     base1 |= {"perturb": ONE_ULP}
+    feat0 |= {"fault": "learning_rate_1.05"}
     files = rendered(tmp_path, config, [base0, base1, feat0, plain])
     for file in files:
         in_process(file, config, capsys)
