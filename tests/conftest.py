@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="run with -m slow"))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """As many workers as cores compute at once. Who imports torch has done so when the first test begins."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread, here and in what tests start: as many workers as cores compute at once, and threads would wait."""
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

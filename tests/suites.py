@@ -25,10 +25,9 @@ class Outcome(NamedTuple):
 def rlspec(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """`rlspec words`, begun in `folder`."""
     folder.mkdir(exist_ok=True)
-    return subprocess.run(
-        [sys.executable, "-m", "rlspec", *map(str, words)],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "rlspec", *map(str, words)]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 def run(folder: Path, specs: Iterable[Path], *options: str) -> dict[Path, Outcome]:
@@ -44,7 +43,7 @@ def run(folder: Path, specs: Iterable[Path], *options: str) -> dict[Path, Outcom
 
 
 def together(top: Path, suites: dict[str, list[Path]], *options: str) -> dict[Path, Outcome]:
-    """A call a suite, in the folder of its name, two at a time: an arm computes on one thread."""
+    """A call a suite, in the folder of its name, two at a time."""
     with ThreadPoolExecutor(2) as pool:
         parts = pool.map(lambda name: run(top / name, suites[name], *options), suites)
         return {spec: outcome for part in parts for spec, outcome in part.items()}

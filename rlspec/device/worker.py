@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -29,6 +30,7 @@ FORMATS = {
 
 def main(run_file: str, config: Mapping[str, Any]) -> None:
     """Run the arm that the run file's name tells of. Raises ValueError for what its plan or configuration lacks."""
+    gc.freeze()  # torch brings half a million objects, which no collection need look through again
     path = Path(run_file).absolute()
     if config["kind"] == "operators":
         from rlspec.device import bench, operator_harness
