@@ -23,8 +23,6 @@ SLOW = [SPECS / "correctness" / f"tiny-{name}.yaml" for name in ("dense-pp2", "d
 SLOW += [path for path in KNOWN if path.stem in SLOW_CONTROLS]
 CONTROLS = [path for path in KNOWN if path not in SLOW]
 PASSING = [SPECS / "quickstart.yaml", SPECS / "correctness" / "tiny-moe-dp2.yaml"]
-
-
 FIRST = SPECS / "controls" / "training" / "rope-base.yaml"
 # With the settings of the first, so with its run files: what arms of role base were there need not be trained again.
 NAMES = ("data-order", "decay-on-norms", "dropped-micro-batch", "learning-rate", "load-balance-twice",
@@ -37,8 +35,9 @@ def outcomes(tmp_path_factory):
     """Of each control, and of each spec that passes."""
     top = tmp_path_factory.mktemp("controls")
     made = suites.together(top, {"whole": [spec for spec in CONTROLS if spec not in LIKE], "passing": PASSING})
-    parts = {"half": LIKE[::2], "other half": LIKE[1::2]}
-    return made | suites.together(top, parts, "--from", str(made[FIRST].path.parent))
+    first, parts = made[FIRST], {"half": LIKE[::2], "other half": LIKE[1::2]}
+    assert first.path is not None, first.done.stderr
+    return made | suites.together(top, parts, "--from", str(first.path.parent))
 
 
 def name(spec):
