@@ -1,6 +1,6 @@
 """Mistakes that real trainers have made, each a switch of the embedded trainer: `settings: {fault: NAME}`.
 
-They prove that a judgment can fail. Each is one overridden decision of `Trainer`; the arms of role feature have it.
+They prove that a judgment can fail. Each is one overridden decision of `Trainer`; the plan says which arms have it.
 """
 
 from __future__ import annotations
@@ -154,7 +154,6 @@ FAULTS: Mapping[str, type[Trainer]] = {
     "constant_metric": ConstantMetric,
     "forced_routing": ForcedRouting,
 }
-IN_ALL_ARMS = ("constant_metric", "forced_routing")
 _RANKS = ("dp 2 or cp 2", lambda settings: settings.dp * settings.cp > 1)
 _MICRO_BATCHES = ("two micro-batches a rank", lambda settings: settings.micro_batches > 1)
 NEEDS: Mapping[str, tuple[str, Callable[[Settings], bool]]] = {
@@ -172,7 +171,7 @@ NEEDS: Mapping[str, tuple[str, Callable[[Settings], bool]]] = {
 }
 
 
-def trainer(settings: Settings, role: str) -> type[Trainer]:
+def trainer(settings: Settings) -> type[Trainer]:
     """The trainer of an arm. Raises ValueError for a fault that is unknown, or that these settings cannot show."""
     name = settings.fault
     if name is None:
@@ -182,4 +181,4 @@ def trainer(settings: Settings, role: str) -> type[Trainer]:
     wanted, met = NEEDS.get(name, ("", lambda settings: True))
     if not met(settings):
         raise ValueError(f"fault {name} cannot show here: it needs {wanted}")
-    return FAULTS[name] if role == "feature" or name in IN_ALL_ARMS else Trainer
+    return FAULTS[name]

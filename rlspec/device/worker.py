@@ -43,11 +43,10 @@ def main(run_file: str, config: Mapping[str, Any]) -> None:
         chain_harness.main(chain_bench.bench(config, find_arm(path)), _records_of(path))
         return
     arm = find_arm(path)
-    planted = {"fault": arm["fault"]} if arm.get("fault") else {}
-    options = settings.read({**config, "settings": {**config["settings"], **planted}})
+    options = settings.read({**config, "settings": {**config["settings"], "fault": arm.get("fault")}})
     make_repeatable(options)
     with job.join() as joined:
-        kind = faults.trainer(options, arm["role"])
+        kind = faults.trainer(options)
         implementation = arm.get("implementation") or "torch"
         if joined.rank == 0:
             _say(f"launch({config!r}, arm={arm['name']!r}, implementation={implementation!r}, {_flags(joined)})")

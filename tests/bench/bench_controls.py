@@ -85,7 +85,7 @@ def bench(given: argparse.Namespace) -> bool:
         arms = {name: curves(plain, job, implementation=made) for name, made in HARMLESS.items()}
         for name in faults.FAULTS:
             try:
-                kind = faults.trainer(replace(plain, fault=name), "feature")
+                kind = faults.trainer(replace(plain, fault=name))
             except ValueError:
                 continue  # it cannot show on this mesh or model
             if name not in NOT_BY_RATIO:

@@ -100,7 +100,7 @@ def digests(model):
 
 def train(config, job):
     given, asked = settings.read(config), config["implementation"]
-    kind = faults.trainer(given, "feature")
+    kind = faults.trainer(given)
     trainer = kind(given, job, perturbation=config["perturb"], implementation=asked)
     told = [digests(trainer.model)]
     rows = [(row.metrics, row.data) for row in trainer.run()]
@@ -452,4 +452,4 @@ def test_names_and_order_of_parameters_are_those_that_weights_are_drawn_in():
 )
 def test_a_fault_that_a_mesh_cannot_show_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
-        faults.trainer(settings_module.read(configured(**given)), "feature")
+        faults.trainer(settings_module.read(configured(**given)))

@@ -371,8 +371,8 @@ CAUGHT = ("mean_of_means", "learning_rate_1.05", "dropped_micro_batch", "load_ba
 @pytest.mark.parametrize("name", CAUGHT)
 def test_a_fault_shows_above_the_floor_on_the_gradient_norm(name, envelope):
     given, base, floor = envelope
-    kind = faults.trainer(replace(given, fault=name), "feature")
-    assert kind is not Trainer and faults.trainer(replace(given, fault=name), "base") is Trainer
+    kind = faults.trainer(replace(given, fault=name))
+    assert kind is not Trainer
     feature = train(given, kind)
     assert drift(base, feature, "gradient-norm") / floor["gradient-norm"] > 5
     assert [row.data for row in feature] == [row.data for row in base]
@@ -385,10 +385,9 @@ def test_faults_that_end_in_error_or_nan(envelope):
     assert measured(train(given, faults.FAULTS["truncated"])) == measured(base)[:-1]
     other = train(given, faults.FAULTS["data_order"])
     assert all(row.data != here.data for row, here in zip(other, base, strict=True))
-    for role in ("base", "feature"):
-        for name, metric in (("constant_metric", "gradient-norm"), ("forced_routing", "load-balance-loss")):
-            kind = faults.trainer(replace(given, fault=name), role)
-            assert set(curve(train(replace(given, steps=2), kind), metric)) == {1.0}
+    for name, metric in (("constant_metric", "gradient-norm"), ("forced_routing", "load-balance-loss")):
+        kind = faults.trainer(replace(given, fault=name))
+        assert set(curve(train(replace(given, steps=2), kind), metric)) == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -404,14 +403,14 @@ def test_faults_that_end_in_error_or_nan(envelope):
 )
 def test_a_fault_that_could_not_show_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
-        faults.trainer(settings(**given), "feature")
+        faults.trainer(settings(**given))
 
 
 def test_a_fault_is_nothing_that_a_spec_has_by_default():
-    assert settings().fault is None and faults.trainer(settings(), "feature") is Trainer
+    assert settings().fault is None and faults.trainer(settings()) is Trainer
     declared = schema.load("common")["definitions"]["embedded_settings"]["properties"]
     assert declared["fault"]["enum"] == list(faults.FAULTS) and "default" not in declared["fault"]
-    assert trainers.FAULTS_OF_ALL == faults.IN_ALL_ARMS
+    assert set(trainers.FAULTS_OF_ALL) <= set(faults.FAULTS)
 
 
 # Settings
@@ -473,7 +472,7 @@ from rlspec.device.job import join
 
 def train(config, job):
     given = settings.read(config)
-    trainer = faults.trainer(given, "feature")(given, job)
+    trainer = faults.trainer(given)(given, job)
     rows = [(row.metrics, row.data) for row in trainer.run()]
     weights = sum(p.detach().double().sum().item() for p in trainer.model.parameters())
     return {"rows": rows, "apart": job.maximum([weights, -weights])}
