@@ -10,7 +10,7 @@ sequences, put together from the chunks. If the operator does not offer that, au
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from rlspec.device.autograd import accumulate
 from rlspec.device.chain_gradients import Ledger, Use
 from rlspec.device.decoder import Cache, Decoder, Site, Span, check_result
 from rlspec.device.execution import NoBackward
@@ -225,25 +226,6 @@ class _Attention(Function):
         return None, None, None, *(total[:, chunk] for chunk in columns for total in totals)
 
 
-class _Upstream(Function):
-    """A scalar whose backward starts that of `out` with the gradient `dy`."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, dy: Tensor) -> Tensor:
-        ctx.dy = dy
-        return out.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
-        return ctx.dy, None
-
-
-def start_backward(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Go back from results and their gradients; torch imports its compiler, half a second, where it is given those."""
-    with torch.enable_grad():
-        torch.autograd.backward([_Upstream.apply(out, dy) for out, dy in pairs])
-
-
 class _Recomputed(Function):
     """compute(*arguments) again on the way back, so that the graph keeps the arguments and nothing in between."""
 
@@ -270,7 +252,7 @@ class _Recomputed(Function):
         pairs = [(out, dy) for out, dy in zip(outs, upstream, strict=True) if out.requires_grad]
         if not pairs:
             raise NoBackward("no gradient flows through an operator that is computed again")
-        start_backward(pairs)
+        accumulate(*zip(*pairs, strict=True))
         return None, None, *(one.grad if isinstance(one, Tensor) else None for one in arguments)
 
 

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from rlspec import layouts
 from rlspec.device import fills
-from rlspec.device.chain_decoder import TrainingDecoder, start_backward
+from rlspec.device.autograd import accumulate
+from rlspec.device.chain_decoder import TrainingDecoder
 from rlspec.device.chain_gradients import Ledger
 from rlspec.device.decoder import Decoder, Node, Span
 from rlspec.device.execution import NoBackward
@@ -137,7 +138,7 @@ class TrainingPass:
         if self.backward:
             if not logprobs.requires_grad:
                 raise NoBackward("no gradient flows through the log-probs")
-            start_backward([(logprobs, self.upstream(call, logprobs.dtype))])
+            accumulate([logprobs], [self.upstream(call, logprobs.dtype)])
             ledger.end()
         return {run.sample: logprobs.detach()[self._predicting(run)].clone() for run in self._judged(call)}
 

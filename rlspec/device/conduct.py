@@ -27,6 +27,7 @@ from torch import Tensor
 from rlspec import layouts
 from rlspec.architecture import Architecture
 from rlspec.device import cases, comparing, gradients, grids
+from rlspec.device.autograd import differentiate
 from rlspec.device.cases import Tensors
 from rlspec.device.execution import ALONE, NoBackward, Results, Subject, handed_over, overlap, run
 from rlspec.device.observe import Seen
@@ -330,7 +331,7 @@ class _Calls:
             if not all(out.requires_grad for out in outputs):
                 raise NoBackward("an output has no gradient function")
             with self.seen.call(launches=not self.node.backward_moves):
-                got = torch.autograd.grad(outputs, [*state.leaves.values()], [*upstream.values()], allow_unused=True)
+                got = differentiate(outputs, [*state.leaves.values()], [*upstream.values()])
             found = {f"d{name}": _there(name, x) for name, x in zip(state.leaves, got, strict=True)}
         if state.saved is not None:
             given = (*self._plain(state), *state.saved, upstream["out"], state.segments)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rlspec import layouts
 from rlspec.device import comparing, gradients, grids
+from rlspec.device.autograd import differentiate
 from rlspec.device.cases import Case, Tensors
 from rlspec.device.grids import segments_of
 from rlspec.device.observe import Seen
@@ -184,9 +185,7 @@ class _Execution:
         if not all(out.requires_grad for out in differentiable):
             raise NoBackward("an output has no gradient function")
         with self.seen.call(launches=launches):
-            found = torch.autograd.grad(
-                differentiable, list(leaves.values()), list(upstream.values()), allow_unused=True
-            )
+            found = differentiate(differentiable, list(leaves.values()), list(upstream.values()))
         for (name, leaf), gradient in zip(leaves.items(), found, strict=True):
             if gradient is None:
                 raise NoBackward(f"no gradient reaches {name}")

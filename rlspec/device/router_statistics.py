@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlspec.device import comparing, fills, reference
+from rlspec.device.autograd import differentiate
 from rlspec.workloads import Sample, Tier
 
 _GAP = 3  # rows of pads before each sample of an arrangement that is not packed
@@ -99,7 +100,9 @@ def _goes_back(name: str, statistics: Statistics, on: _Placed, together: bool, t
     if not sums.requires_grad:
         raise ValueError(f"{name}: no gradient flows through the sums")
     dy = fills.rows("hashed", tier.seed, "sums", range(len(sums)), sums.shape[1], _UPSTREAM, sums.device)
-    (found,) = torch.autograd.grad(sums, leaf, dy)
+    (found,) = differentiate([sums], [leaf], [dy])
+    if found is None:
+        raise ValueError(f"{name}: no gradient reaches the scores")
     want = torch.zeros_like(found)
     for index, (first, length) in enumerate(on.pieces):
         want[first : first + length] = dy[0 if together else index]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlspec import catalog, logs, records, render, schema, trainers
-from rlspec.device import data, faults, perturb, worker
+from rlspec.device import data, faults, perturb, training_harness, worker
 from rlspec.device import settings as settings_module
 from rlspec.device.adamw import AdamW
 from rlspec.device.decoder import RouterStatistics
@@ -578,7 +578,7 @@ def test_the_log_says_the_same_as_the_records(tmp_path, capsys):
 
 def test_the_log_line_has_pith_trains_shape():
     values = (4.8117, 11.87312, 1.0345119, 1.84375e-6, 37.441, 108953.4, 61.271)
-    assert worker.log_line(Row(3, dict(zip(worker.FORMATS, values, strict=True)), ""), 32) == (
+    assert training_harness.log_line(Row(3, dict(zip(training_harness.FORMATS, values, strict=True)), ""), 32) == (
         "step 00000003/00000032 | step-time 4.812 sec | cross-entropy-loss 11.8731 | load-balance-loss 1.034512 | "
         "learning-rate 1.843750e-06 | gradient-norm 37.4410 | tokens-per-second 108,953 | peak-gpu-memory 61.27 GB"
     )
@@ -612,13 +612,13 @@ def test_records_are_whole_lines_at_every_moment_and_end_only_at_the_end(tmp_pat
     path, rows = tmp_path / "a.records.jsonl", train(settings(steps=2))
     path.write_text("of an earlier run")
     arm = Arm(name="base0", role="base")
-    with pytest.raises(KeyboardInterrupt), worker.Records(path, "base0", 2, []) as writer:
+    with pytest.raises(KeyboardInterrupt), training_harness.Records(path, "base0", 2, []) as writer:
         writer.step(rows[0])
         assert [json.loads(line)["record"] for line in path.read_text().splitlines()] == ["run", "step"]
         raise KeyboardInterrupt
     assert "not written to its end" in records.read(path, arm).faults["*"]
     values = dict.fromkeys(rows[0].metrics, math.inf) | {"gradient-norm": math.nan, "step-time": -math.inf}
-    with worker.Records(path, "base0", 2, []) as writer:
+    with training_harness.Records(path, "base0", 2, []) as writer:
         writer.step(rows[0]._replace(metrics=values))
         writer.step(rows[1])
     read = records.read(path, arm)
@@ -631,10 +631,10 @@ def test_what_makes_runs_repeat_is_set():
     before = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
     try:
         for wanted in (True, False):
-            worker.make_repeatable(settings(deterministic=wanted))
+            training_harness.make_repeatable(settings(deterministic=wanted))
             assert torch.are_deterministic_algorithms_enabled() is wanted
             first = torch.rand(3)
-            worker.make_repeatable(settings(deterministic=wanted))
+            training_harness.make_repeatable(settings(deterministic=wanted))
             assert torch.equal(first, torch.rand(3)) and torch.get_float32_matmul_precision() == "highest"
     finally:
         torch.use_deterministic_algorithms(before[0])
