@@ -31,6 +31,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="run with -m slow"))
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker a core, eight at most: each holds torch, and what a few of them start beside it."""
+    return min(8, len(os.sched_getaffinity(0)))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """One thread, here and in what tests start: as many workers as cores compute at once, and threads would wait."""
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -526,18 +528,28 @@ def python(*words, cwd, **environment):
     )  # fmt: skip
 
 
+# Several calls of a script in one process, which imports transformers once.
+CALLS = """
+import json, runpy, sys
+from tests.kernels.interpreted import swift
+
+with swift():
+    for sys.argv in json.loads(sys.argv[1]):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @compiled
 def test_the_example_writes_the_same_samples_alone_and_in_a_batch(tmp_path):
     pytest.importorskip("transformers")
     tiny = ("--device", "cpu", "--dtype", "fp32", "--size", "tiny")
-    files = []
-    for samples, invariant in (("alone", True), ("batch", True), ("batch", False)):
-        file = tmp_path / f"{samples}-{invariant}.jsonl"
-        more = ("--invariant",) if invariant else ()
-        words = (EXAMPLE / "dump.py", file, "--samples", samples, *more, *tiny)
-        done = python(*words, cwd=tmp_path, TRITON_INTERPRET="1")
-        assert done.returncode == 0, done.stderr
-        files.append(logprobs.read(file))
+    calls = []
+    for samples, *invariant in (("alone", "--invariant"), ("batch", "--invariant"), ("batch",)):
+        file = tmp_path / f"{len(calls)}.jsonl"
+        calls.append([str(EXAMPLE / "dump.py"), str(file), "--samples", samples, *invariant, *tiny])
+    done = python("-c", CALLS, json.dumps(calls), cwd=tmp_path, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    files = [logprobs.read(Path(call[1])) for call in calls]
     first, *others = files
     assert len(first.logprobs) == 15 and len(first.spans) == 3
     for other in others:
