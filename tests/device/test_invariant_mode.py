@@ -529,7 +529,7 @@ def python(*words, cwd, **environment):
 
 
 # Several calls of a script in one process, which imports transformers once.
-CALLS = """
+SCRIPT = """
 import json, runpy, sys
 from tests.kernels.interpreted import swift
 
@@ -547,7 +547,7 @@ def test_the_example_writes_the_same_samples_alone_and_in_a_batch(tmp_path):
     for samples, *invariant in (("alone", "--invariant"), ("batch", "--invariant"), ("batch",)):
         file = tmp_path / f"{len(calls)}.jsonl"
         calls.append([str(EXAMPLE / "dump.py"), str(file), "--samples", samples, *invariant, *tiny])
-    done = python("-c", CALLS, json.dumps(calls), cwd=tmp_path, TRITON_INTERPRET="1")
+    done = python("-c", SCRIPT, json.dumps(calls), cwd=tmp_path, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     files = [logprobs.read(Path(call[1])) for call in calls]
     first, *others = files
