@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -34,6 +35,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_xdist_auto_num_workers() -> int:
     """A worker a core, eight at most: each holds torch, and what a few of them start beside it."""
     return min(8, len(os.sched_getaffinity(0)))
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks through torch and the tests again."""
+    gc.freeze()
 
 
 def pytest_configure(config: pytest.Config) -> None:
