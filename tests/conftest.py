@@ -33,12 +33,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """A worker a core, eight at most: each holds torch, and what a few of them start beside it."""
-    return min(8, len(os.sched_getaffinity(0)))
+    """A worker a core, eight at most: each holds torch in memory, and so do the processes that tests start."""
+    return int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or min(8, len(os.sched_getaffinity(0))))
 
 
 def pytest_collection_finish() -> None:
-    """No collection of garbage looks through torch and the tests again."""
+    """The garbage collector does not look through torch and the tests again."""
     gc.freeze()
 
 

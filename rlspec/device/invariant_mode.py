@@ -157,6 +157,8 @@ class _Functions(TorchFunctionMode):
             raise NotInvariant(f"a result {list(loss.shape)} without its gradient. Pass it, or reduce to a number")
         wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         given = torch.ones_like(loss) if gradient is None else gradient
+        if given.shape != loss.shape:  # torch's own front refuses it, the engine would sum what broadcasts
+            raise NotInvariant(f"the gradient of a result {list(loss.shape)} has the shape {list(given.shape)}")
         # Every function of torch takes the mode off while it runs; what was checkpointed must be computed again in it.
         with self:
             _engine_run_backward(

@@ -31,13 +31,15 @@ def main(run_file: str, config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Imports within: no collection looks through the half a million objects of torch, while they come or later."""
+    """Imports within: no collection looks through the half a million objects of torch, now or later."""
+    collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if collecting:
+            gc.enable()
 
 
 def _records_of(run_file: Path) -> Path:

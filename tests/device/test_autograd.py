@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from rlspec.device.autograd import accumulate, differentiate
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys, torch
+from rlspec.device.autograd import differentiate
+
+x = torch.ones(2).requires_grad_()
+assert differentiate([2 * x], [x], [torch.ones(2)])[0].tolist() == [2, 2]
+assert not {"sympy", "torch._dynamo"} & sys.modules.keys()
+"""
 
 
 def leaves():
@@ -49,3 +63,8 @@ def test_a_result_without_a_graph_is_refused():
     x = leaves()[0]
     with pytest.raises(RuntimeError, match="does not require grad"):
         differentiate([x.detach()], [x], [torch.ones(3, 4)])
+
+
+def test_the_compiler_is_not_imported():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -271,6 +271,10 @@ REFUSED = {
         lambda: F.scaled_dot_product_attention(Q, Q, Q, CAUSAL.repeat(2, 4, 1, 1)),
         "of its own for each head",
     ),
+    "a gradient of another shape": (
+        lambda: F.linear(X.clone().requires_grad_(), W).backward(normal(3, 2, 5, 48)),
+        r"gradient of a result \[2, 5, 48\] has the shape \[3, 2, 5, 48\]",
+    ),
     "a subclass": (lambda: F.linear(X.as_subclass(Other), W), "Other"),
     "autocast": (lambda: cast(), "linear: autocast is on"),
 }

@@ -50,8 +50,8 @@ def interpreted(test: Callable[..., None]) -> Callable[..., None]:
 def swift() -> Iterator[None]:
     """Within, the interpreter takes half of its time, with the results that it has without.
 
-    A launch has the language patched once, not again at every call of a helper; dtypes are looked up; and int32 is not
-    checked for overflow, which the tests' sizes are far from. All of it is private to Triton.
+    A launch has the language patched once, not again at every call of a helper; dtypes are looked up; and no checks
+    for overflow are worked out, whose outcome Triton drops without `debug`. All of it is private to Triton.
     """
     from triton.runtime import interpreter
 
