@@ -15,7 +15,6 @@ KNOWN = sorted(p for p in (SPECS / "controls").rglob("*.yaml") if not {"operator
 # tests/device/test_mesh.py and test_trainer.py train on several ranks and plant these faults, in fewer processes.
 SLOW_CONTROLS = (
     "gradient-norm-of-one-stage",
-    "gradient-norm-per-rank",
     "local-token-count-cp2",
     "gradients-not-averaged",
     "positions-not-offset",
