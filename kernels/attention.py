@@ -905,15 +905,16 @@ def _forward(
         raise ValueError(f"sinks must be fp32 [{heads}] on {query.device}, not {_tag(sinks)} on {sinks.device}")
     sinks = None if sinks is None else sinks.contiguous()
     splits = schedule.count(max_key)
+    # As many programs as are at work side by side may start before their turn.
+    aside = kv_heads * len(segments) * splits <= SPREAD
+    able = window is None and cache.pages is None and not cache.copied and max_query * group <= AHEAD_ROWS
+    if ahead is None:
+        ahead = able and aside and split is not False and _AT_REST.get() and _bulk(query)
     if split is None:
         span = max(1, 64 // group)
-        split = splits > 1 and kv_heads * len(segments) * triton.cdiv(max_query, span) < SPREAD
-    # As many programs as are at work side by side may start before their turn.
-    early = split and kv_heads * len(segments) * splits <= SPREAD
-    able = split and window is None and cache.pages is None and not cache.copied and max_query * group <= AHEAD_ROWS
-    if ahead is None:
-        ahead = able and early and _AT_REST.get() and _bulk(query)
-    assert able or not ahead
+        split = ahead or splits > 1 and kv_heads * len(segments) * triton.cdiv(max_query, span) < SPREAD
+    assert able and split or not ahead
+    early = split and aside
     tile = tile or _forward_tile(query.dtype, width, group, max_query, split, early and splits > 4)
     tiles = triton.cdiv(max_query, tile.rows // group)
     bulk = _bulk(query) if bulk is None else bulk

@@ -43,7 +43,6 @@ class Tile(NamedTuple):
     """Who computes what: rows × columns of the result a program, `depth` of the reduced index a step of its loop.
 
     stripe: for few rows; result stored from registers. `swap` puts the weight first, where the matrix unit wants 64.
-    ahead: as stripe with `swap`, of a weight at rest, whose first tiles are on their way before x is there.
     single: one tile a program, stored through tensor memory access.
     steady: programs stay and walk over tiles; the loads of the next tile start under the last steps of this one.
     thirds: as single, but 96 or 192 columns, by two accumulators of which the second has half the columns of the first.
@@ -105,8 +104,6 @@ TILES: dict[str, tuple[tuple[float, Tile], ...]] = {
 FOLD_TILE = Tile("single", 128, 256, 64, 8, 3)
 # Of gates and of ups each, for all the rows that it serves; half as many rows where these suffice.
 GATED_TILE = Tile("gated", 16, 64, 128, 4, 3, swap=True)
-# Of weights at rest, where it is faster: at 6144 rows of the weight. At 4096 and 151936 it is not.
-AHEAD_TILE = Tile("ahead", 16, 64, 256, 4, 5, swap=True)
 
 
 def _family(columns: int) -> str:
@@ -119,8 +116,6 @@ def _family(columns: int) -> str:
 
 
 def _tile(family: str, rows: int) -> Tile:
-    if family == "wider" and rows <= AHEAD_TILE.rows and _AT_REST.get():
-        return AHEAD_TILE
     return next(tile for most, tile in TILES[family] if rows <= most)
 
 
@@ -129,7 +124,7 @@ _AT_REST = ContextVar("at rest", default=False)
 
 @contextmanager
 def weights_at_rest(rest: bool = True) -> Iterator[None]:
-    """Inside, products of few rows may read their weight while kernels before them are at work: none may write it.
+    """Inside, products of few rows begin to read their weight while kernels before them are at work: none may write it.
 
     Safe for weights that were written before a kernel that lets nothing start before it has ended, as `embedding` is
     one. The bits are the same. `rest` False: not so, inside of where it is.
@@ -154,18 +149,38 @@ def _place(tile, tiles_m, tiles_n):
 
 
 @triton.jit
-def _chain(x, weight, acc, m, n, steps, DEPTH: tl.constexpr, ALONG: tl.constexpr, SWAP: tl.constexpr):
+def _turn(step):
+    # 0, as soon as the kernel in front has ended: a load that starts there waits for it, others do not. Said to be
+    # pure, or the compiler would not pipeline the loop, and to depend on the step, or it would wait before the loop.
+    return tl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r,r", [step], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _chain(
+    x, weight, acc, m, n, steps,
+    DEPTH: tl.constexpr, ALONG: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr = False,
+):  # fmt: skip
     # The promise in one place: steps ascend, inside a step the matrix unit ascends by 16, all into one accumulator.
-    # Elements outside x or weight arrive as zeros.
+    # Elements outside x or weight arrive as zeros. AHEAD: the first tile of the weight is asked for before x is there.
     for step in range(steps):
-        a = x.load([m, step * DEPTH])
-        if ALONG:
+        if AHEAD:
+            b = weight.load([n, step * DEPTH])
+            a = x.load([m + _turn(step), step * DEPTH])
+        elif ALONG:
             # The reduced index runs along the rows of the weight (data gradient); no transposed copy is made.
-            acc = tl.dot(a, weight.load([step * DEPTH, n]), acc, input_precision="ieee")
-        elif SWAP:
-            acc = tl.dot(weight.load([n, step * DEPTH]), a.T, acc, input_precision="ieee")
+            a = x.load([m, step * DEPTH])
+            b = weight.load([step * DEPTH, n])
         else:
-            acc = tl.dot(a, weight.load([n, step * DEPTH]).T, acc, input_precision="ieee")
+            a = x.load([m, step * DEPTH])
+            b = weight.load([n, step * DEPTH])
+        if ALONG:
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+        elif SWAP:
+            acc = tl.dot(b, a.T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(a, b.T, acc, input_precision="ieee")
     return acc
 
 
@@ -193,10 +208,12 @@ def _store(out, acc, m, n, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "columns", "width"])
 def _stripe(
     x, weight, out, rows, columns, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SWAP: tl.constexpr, BEHIND: tl.constexpr = False,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SWAP: tl.constexpr, AT_REST: tl.constexpr,
+    BEHIND: tl.constexpr = False,
 ):  # fmt: skip
-    if BEHIND:
+    if BEHIND and not AT_REST:
         tl.extra.cuda.gdc_wait()
+    AHEAD: tl.constexpr = BEHIND and AT_REST
     tiles_m = tl.cdiv(rows, ROWS)
     m = tl.program_id(0) % tiles_m * ROWS
     n = tl.program_id(0) // tiles_m * COLUMNS
@@ -204,11 +221,11 @@ def _stripe(
     column = n + tl.arange(0, COLUMNS)
     steps = tl.cdiv(width, DEPTH)
     if SWAP:
-        acc = _chain(x, weight, tl.zeros((COLUMNS, ROWS), tl.float32), m, n, steps, DEPTH, False, True)
+        acc = _chain(x, weight, tl.zeros((COLUMNS, ROWS), tl.float32), m, n, steps, DEPTH, False, True, AHEAD)
         places = row[None, :] * columns + column[:, None]
         inside = (row[None, :] < rows) & (column[:, None] < columns)
     else:
-        acc = _chain(x, weight, tl.zeros((ROWS, COLUMNS), tl.float32), m, n, steps, DEPTH, False, False)
+        acc = _chain(x, weight, tl.zeros((ROWS, COLUMNS), tl.float32), m, n, steps, DEPTH, False, False, AHEAD)
         places = row[:, None] * columns + column[None, :]
         inside = (row[:, None] < rows) & (column[None, :] < columns)
     if BEHIND and ROWS <= 32:
@@ -217,67 +234,27 @@ def _stripe(
     tl.store(out + places, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _wait():
-    # As `gdc_wait`, with which later versions of Triton would not pipeline a loop.
-    tl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _piece(x, x_row, rows, width, step, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    row, along = tl.arange(0, ROWS)[:, None], step * DEPTH + tl.arange(0, DEPTH)[None, :]
-    return tl.load(x + row.to(tl.int64) * x_row + along, mask=(row < rows) & (along < width), other=0.0)
-
-
-# In the two kernels below all that counts is that the weight comes without a stop. The compiler puts the first loads
-# of a pipelined loop before it, so if x is waited for inside, they are on their way while x is made. x itself must not
-# be among them: its piece comes through registers, a step ahead of its product, and the first product is of zeros.
-
-
-@triton.jit(do_not_specialize=["rows", "columns"])
-def _ahead(
-    x, x_row, weight, out, rows, columns, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BEHIND: tl.constexpr = False,
-):  # fmt: skip
-    """As `_stripe` with SWAP, of a weight at rest."""
-    n = tl.program_id(0) * COLUMNS
-    acc = tl.zeros((COLUMNS, ROWS), tl.float32)
-    a = tl.zeros((ROWS, DEPTH), x.dtype.element_ty)
-    for step in range(tl.cdiv(width, DEPTH) + 1):
-        b = weight.load([n, (step - 1) * DEPTH])
-        if BEHIND:
-            _wait()
-        following = _piece(x, x_row, rows, width, step, ROWS, DEPTH)
-        acc = tl.dot(b, a.T, acc, input_precision="ieee")
-        a = following
-    if BEHIND:
-        tl.extra.cuda.gdc_launch_dependents()
-    row, column = tl.arange(0, ROWS).to(tl.int64)[None, :], n + tl.arange(0, COLUMNS)[:, None]
-    tl.store(out + row * columns + column, acc.to(out.dtype.element_ty), mask=(row < rows) & (column < columns))
-
-
-@triton.jit(do_not_specialize=["rows", "columns"])
+@triton.jit(do_not_specialize=["rows", "columns", "width"])
 def _gated(
-    x, x_row, weight, out, activated, rows, columns, width,
+    x, weight, out, activated, rows, columns, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AT_REST: tl.constexpr,
     BEHIND: tl.constexpr = False,
 ):  # fmt: skip
-    """As `_ahead`, of a weight of `columns` rows for gates and as many for ups; and activated = swiglu(gate, up)."""
+    """As `_stripe` with SWAP, `columns` rows of the weight for gates and as many for ups; and swiglu of the two."""
     if BEHIND and not AT_REST:
         tl.extra.cuda.gdc_wait()
     n = tl.program_id(0) * COLUMNS
     gate = tl.zeros((COLUMNS, ROWS), tl.float32)
     up = tl.zeros((COLUMNS, ROWS), tl.float32)
-    a = tl.zeros((ROWS, DEPTH), x.dtype.element_ty)
-    for step in range(tl.cdiv(width, DEPTH) + 1):
-        b = weight.load([n, (step - 1) * DEPTH])
-        c = weight.load([columns + n, (step - 1) * DEPTH])
+    for step in range(tl.cdiv(width, DEPTH)):
+        b = weight.load([n, step * DEPTH])
+        c = weight.load([columns + n, step * DEPTH])
+        m = 0
         if BEHIND and AT_REST:
-            _wait()
-        following = _piece(x, x_row, rows, width, step, ROWS, DEPTH)
-        gate = tl.dot(b, a.T, gate, input_precision="ieee")
-        up = tl.dot(c, a.T, up, input_precision="ieee")
-        a = following
+            m = _turn(step)
+        a = x.load([m, step * DEPTH]).T
+        gate = tl.dot(b, a, gate, input_precision="ieee")
+        up = tl.dot(c, a, up, input_precision="ieee")
     if BEHIND:
         tl.extra.cuda.gdc_launch_dependents()
     # What `rlspec.kernels.swiglu` makes of the rounded results.
@@ -424,11 +401,8 @@ def _product(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, along: bool = F
     sources = (_described(x, [tile.rows, tile.depth]), _described(weight, wanted))
     sizes = (rows, columns, width, tile.rows, tile.columns, tile.depth)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    if tile.kind == "ahead":
-        assert not along and rows <= tile.rows
-        return Launch(_ahead, (tiles,), (x, x.stride(0), sources[1], out, *sizes), options | _behind(x))
     if tile.kind == "stripe":
-        return Launch(_stripe, (tiles,), (*sources, out, *sizes, tile.swap), options | _behind(x))
+        return Launch(_stripe, (tiles,), (*sources, out, *sizes, tile.swap, _AT_REST.get()), options | _behind(x))
     # A part of at most 32 KiB beside 192 KiB of loads is what fits into the shared memory of a multiprocessor.
     parts = max(1, tile.rows * tile.columns * out.element_size() // 32768)
     target = _described(out, [tile.rows, tile.columns // parts])
@@ -441,8 +415,8 @@ def _gated_product(x: Tensor, weight: Tensor, out: Tensor, activated: Tensor, ti
     (rows, width), columns = x.shape, activated.shape[1]
     height = tile.rows if rows > tile.rows // 2 else tile.rows // 2
     sizes = (rows, columns, width, height, tile.columns, tile.depth)
-    described = _described(weight, [tile.columns, tile.depth])
-    args = (x, x.stride(0), described, out, activated, *sizes, _AT_REST.get())
+    sources = (_described(x, [height, tile.depth]), _described(weight, [tile.columns, tile.depth]))
+    args = (*sources, out, activated, *sizes, _AT_REST.get())
     # As `swiglu` is compiled: nothing is contracted.
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
     return Launch(_gated, (triton.cdiv(columns, tile.columns),), args, options | _behind(x))
@@ -493,7 +467,7 @@ def _forward(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
     rows, columns = x.shape[0], weight.shape[0]
     out = torch.empty((rows, columns), dtype=out_dtype, device=x.device)
     tile = _tile(_family(columns), rows)
-    fast = _through_tma(x, weight) and (tile.kind in ("stripe", "ahead") or _suits(out))
+    fast = _through_tma(x, weight) and (tile.kind == "stripe" or _suits(out))
     launch = _product(x, weight, out, tile) if fast else _plain_product(x, weight, out)
     launch(x.device)
     return out
@@ -563,6 +537,7 @@ def lm_head(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
 
 
 GATED = _gated.__name__
+MUCH_AHEAD = False  # of a weight at rest: one tile a program
 
 
 def gate_up(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:

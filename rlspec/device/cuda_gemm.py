@@ -89,6 +89,7 @@ def _processors(x: Tensor) -> int:
 
 _AT_REST = ContextVar("at rest", default=False)
 GATED = "det_gemm_gated"
+MUCH_AHEAD = True  # of a weight at rest: a whole ring a block
 
 
 @contextlib.contextmanager

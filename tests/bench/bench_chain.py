@@ -1,8 +1,9 @@
 """The whole model beside transformers, same weights, same process: `python tests/bench/bench_chain.py [--json FILE]`.
 
 prefill: 4 x 1024 tokens to all logits. training: forward and backward of the mean log-prob, gradients of all weights
-(ours in fp32 on accumulators of their own, theirs in bf16). decode: one token of one sample behind 1024 others under a
-CUDA graph; the floor is the bytes of the weights that a token reads over 4.3 TB/s. transformers runs with SDPA.
+(ours in fp32 on accumulators of their own, theirs in bf16). decode: one token of one sample behind 128, 512 and 1024
+others under a CUDA graph, the median of three captures; the floor is the bytes of the weights that a token reads over
+4.3 TB/s. transformers runs with SDPA.
 Peak memory is of one call with the weights, which both share. Each side alone, in the order ours, theirs, theirs, ours.
 """
 

@@ -235,6 +235,24 @@ def test_keys_and_values_are_stored_where_they_are_made(ordered_products: None, 
     assert "_write" in seen.triton and same(got, want)
 
 
+@pytest.mark.parametrize("much", [False, True])
+@interpreted
+def test_all_weights_rest_but_that_of_o_where_much_is_read_ahead(monkeypatch: pytest.MonkeyPatch, much: bool) -> None:
+    decoder, rests, forward = model(layers=1), [], det_gemm._forward
+
+    def told(*arguments: Any) -> Tensor:
+        rests.append(det_gemm._AT_REST.get())
+        return forward(*arguments)
+
+    monkeypatch.setattr(det_gemm, "_forward", told)
+    monkeypatch.setattr(det_gemm, "MUCH_AHEAD", much)
+    shown(InferenceDecoder, decoder, "triton", IDS[:, :1])
+    assert rests == [True, not much, True, True, True]  # q, k and v; o; gate and up; down; the head
+    rests.clear()
+    shown(OneByOne, decoder, "triton", IDS[:, :1])
+    assert rests == [False] * 8
+
+
 @interpreted
 def test_attention_reads_ahead_what_earlier_calls_left_in_a_cache(
     ordered_products: None,  # noqa: F811
