@@ -17,6 +17,8 @@ from rlspec.model import Arm, Run
 from tests import gitrepo
 from tests.processes import LONG, marking
 
+gc.disable()  # until all is imported
+
 # A worker takes a file at a time, so that the longest come first and none of them alone at the end. What SLURM's tests
 # wait for takes no core, and controls can use two.
 LONGEST = ("controls", "slurm", "operator_controls", "end_to_end", "chain_controls", "mesh", "invariant_mode")
@@ -40,6 +42,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_finish() -> None:
     """The garbage collector does not look through torch and the tests again."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

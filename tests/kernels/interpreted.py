@@ -139,10 +139,12 @@ class _Hopper:
 @functools.cache
 def _outcomes(path: Path) -> dict[str, str | None]:
     """The failure, or None, of each test of the file in an interpreting child process."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    # Plugins of other packages take a while to load, and are not used.
+    plain = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment = {**os.environ, **plain}
     with TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        marked = ["-m", "interpreted", "-q", "-n", "0", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        marked = ["-m", "interpreted", "-q", "-p", "xdist", "-n", "0", "-p", "no:cacheprovider", f"--junitxml={report}"]
         words = ["-m", "pytest", *marked, str(path)]
         done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert report.exists(), done.stdout + done.stderr

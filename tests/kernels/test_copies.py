@@ -15,7 +15,6 @@ COPIES = (
     ("_on", OF_FOLDS),
     ("_in_turn", ("attention", "kv_cache", "residual_add", "rms_norm", "rope", "swiglu")),
     ("_behind", ("attention", "det_gemm", "kv_cache", "residual_add", "rms_norm", "rope", "swiglu")),
-    ("_wait", ("attention", "det_gemm")),
     ("_place", ("det_gemm", "linear_logprob")),
     ("_check_blocks", ("det_gemm", "linear_logprob", "rms_norm", "router")),
     ("_described", ("det_gemm", "grouped_gemm")),
