@@ -912,8 +912,8 @@ def _forward(
         ahead = able and aside and split is not False and _AT_REST.get() and _bulk(query)
     if split is None:
         span = max(1, 64 // group)
-        split = ahead or splits > 1 and kv_heads * len(segments) * triton.cdiv(max_query, span) < SPREAD
-    assert able and split or not ahead
+        split = ahead or (splits > 1 and kv_heads * len(segments) * triton.cdiv(max_query, span) < SPREAD)
+    assert (able and split) or not ahead
     early = split and aside
     tile = tile or _forward_tile(query.dtype, width, group, max_query, split, early and splits > 4)
     tiles = triton.cdiv(max_query, tile.rows // group)

@@ -537,7 +537,9 @@ def lm_head(x: Tensor, weight: Tensor, *, out_dtype: torch.dtype) -> Tensor:
 
 
 GATED = _gated.__name__
-MUCH_AHEAD = False  # of a weight at rest: one tile a program
+# Whether so much of a weight at rest is asked for ahead that kernels before it would wait for their own loads: not for
+# the one or two tiles of a program.
+MUCH_AHEAD = False
 
 
 def gate_up(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -17,7 +17,8 @@ from rlspec.model import Arm, Run
 from tests import gitrepo
 from tests.processes import LONG, marking
 
-gc.disable()  # until all is imported
+if "PYTEST_XDIST_WORKER" in os.environ or os.environ.get("TRITON_INTERPRET") == "1":
+    gc.disable()  # until all is imported
 
 # A worker takes a file at a time, so that the longest come first and none of them alone at the end. What SLURM's tests
 # wait for takes no core, and controls can use two.

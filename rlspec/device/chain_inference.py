@@ -217,7 +217,7 @@ class InferenceDecoder(Decoder):
         return {"eps": self.architecture.rms_norm_eps, "round_before_weight": not self.profile.norm_rounds_once}
 
     def _project(self, at: Site, name: str, x: Tensor) -> Tensor:
-        # As many loads as some have ahead of their turn would keep attention waiting for keys and values.
+        # Attention, just before it, would wait for keys and values.
         if name == "self_attn.o_proj" and self._products is not None and self._products.MUCH_AHEAD:
             with self._weights_at_rest(False):
                 return super()._project(at, name, x)

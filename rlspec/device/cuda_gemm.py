@@ -89,7 +89,9 @@ def _processors(x: Tensor) -> int:
 
 _AT_REST = ContextVar("at rest", default=False)
 GATED = "det_gemm_gated"
-MUCH_AHEAD = True  # of a weight at rest: a whole ring a block
+# Whether so much of a weight at rest is asked for ahead that kernels before it would wait for their own loads: a whole
+# ring a block is.
+MUCH_AHEAD = True
 
 
 @contextlib.contextmanager

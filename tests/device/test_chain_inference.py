@@ -245,6 +245,7 @@ def test_all_weights_rest_but_that_of_o_where_much_is_read_ahead(monkeypatch: py
         return forward(*arguments)
 
     monkeypatch.setattr(det_gemm, "_forward", told)
+    assert cuda_gemm.MUCH_AHEAD and not det_gemm.MUCH_AHEAD
     monkeypatch.setattr(det_gemm, "MUCH_AHEAD", much)
     shown(InferenceDecoder, decoder, "triton", IDS[:, :1])
     assert rests == [True, not much, True, True, True]  # q, k and v; o; gate and up; down; the head

@@ -170,18 +170,21 @@ def test_splits_ahead_of_their_turn_agree(
     sizes = [(129, 2), (700, 32 // heads)]
     if width == 16:
         sizes += [(1, 1), (64, 1), (65, 3), (128, 1), (129, 1), (193, 1), (320, 3), (577, 1)]
-    chosen = {"schedule": kernel.Schedule(192, 384, 320), "split": True}
+    chosen = {"schedule": kernel.Schedule(192, 384, 320)}
     for length, queries in sizes:
         for full, part in zip(around, (k, v), strict=True):
             full.fill_(math.nan)
             full[1, 9 : 9 + length] = part[0, :length]
         one = torch.cat((torch.zeros_like(q[:, :queries]), q[:, length - queries : length]))
         cache, entry = kernel._Cache(*around, None, 0), table((1, 0, queries, 9, length))
-        longest = 700 if length > 192 else 192  # a single split
-        bounds = (0.25, queries, longest, sink_of(sinks, heads), None)
-        found = [kernel._forward(one, cache, entry, *bounds, **chosen, ahead=ahead) for ahead in (False, True)]
-        assert same(*found) and not found[0][0].isnan().any(), (length, queries)
-    assert len(launches) == len(sizes)
+        for longest in (192, 700)[length > 192 :]:  # 192: a single split
+            bounds = (0.25, queries, longest, sink_of(sinks, heads), None)
+            choices = ({"split": True, "ahead": ahead} for ahead in (False, True))
+            found = [kernel._forward(one, cache, entry, *bounds, **chosen, **choice) for choice in choices]
+            whole = kernel._forward(one, cache, entry, *bounds, **chosen, split=False)
+            assert same(*found) and same(found[0], whole), (length, queries, longest)
+            assert not whole[0].isnan().any(), (length, queries, longest)
+    assert len(launches) == sum(1 + (length <= 192) for length, _ in sizes)
 
 
 @pytest.mark.parametrize("page", [16, 64, 128])
@@ -381,6 +384,8 @@ def test_keys_and_values_at_rest_come_before_the_turn_of_their_split(monkeypatch
             kernel._forward(q[:, :1], cache._replace(copied=True), entry, 0.1, 1, 1024, None, None)
             kernel._forward(q[:, :1], cache, entry.repeat(64, 1), 0.1, 1, 1024, None, None)
             assert "_ahead_kernel" not in found
+            kernel._forward(q[:, :1], cache, entry, 0.1, 1, 40, None, None)
+            assert found.pop("_ahead_kernel") and found.pop("_fold_kernel")  # of a single split, too
             kernel._forward(q[:, :1], cache, entry, 0.1, 1, 1024, None, None)
     ahead, fold = (found[name].asm["sass"] for name in ("_ahead_kernel", "_fold_kernel"))
     # Before its turn a program reads the five numbers of its segment, keys and values, and writes nothing on any path.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from rlspec.kernels.swiglu import swiglu
 from tests.kernels.interpreted import behind, compiled, gpu, hopper, interpreted, spills
 
 BF16 = torch.bfloat16
+TMA = "cp.async.bulk.tensor"
 TABLE = sorted({tile for entries in gemm.TILES.values() for _, tile in entries})
 SMALL = (
     Tile("stripe", 16, 32, 32, 4, 2, swap=True),
@@ -235,10 +237,11 @@ def test_the_product_of_gate_and_up_reads_a_weight_at_rest_before_its_turn(rows:
         out, activated = torch.empty(rows, 256, dtype=BF16), torch.empty(rows, 128, dtype=BF16)
         made = warm(gemm._gated_product(x, weight, out, activated))
     assert spills(made) == 0 and loads_before_its_turn(made) == (2 if rest else 0)
+    assert loads_before_its_loop(made) >= 3 * (gemm.GATED_TILE.stages - 1)
 
 
 @pytest.mark.parametrize("family", ["square", "wider", "wide", "vocabulary"])
-@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("rows", [1, 17, 33])
 @pytest.mark.parametrize("rest", [True, False])
 @compiled
 def test_a_product_of_few_rows_reads_a_weight_at_rest_before_its_turn(family: str, rows: int, rest: bool) -> None:
@@ -246,17 +249,37 @@ def test_a_product_of_few_rows_reads_a_weight_at_rest_before_its_turn(family: st
     tile = gemm._tile(family, rows)
     with hopper(), gemm.weights_at_rest(rest):
         made = warm(gemm._product(x, weight, torch.empty(rows, 256, dtype=BF16), tile))
-    assert spills(made) == 0 and loads_before_its_turn(made) == (1 if rest else 0)
-    # All stages but one are asked for in front of the loop all the same, of x and of the weight.
-    in_front = made.asm["sass"].split("SYNCS.PHASECHK")[0]
-    assert in_front.count("UTMALDG") >= 2 * (tile.stages - 1)
+    assert spills(made) == 0
+    if tile.kind == "stripe":
+        assert loads_before_its_turn(made) == (1 if rest else 0)
+        assert loads_before_its_loop(made) >= 2 * (tile.stages - 1)
+    else:
+        assert "ACQBULK" not in made.asm["sass"]  # starts when all before it has ended
 
 
 def loads_before_its_turn(kernel: Any) -> int:
-    """Boxes asked for before the kernel waits for the one in front; nothing else may be read or written there."""
+    """Boxes asked for before the kernel waits for the one in front, all of the weight; nothing else may be there."""
     before, *behind_it = kernel.asm["sass"].split("ACQBULK")
     assert behind_it and not re.search(r"\b(?:LDG|LDGSTS|STG|UTMASTG)\b", before)
+    early, late = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
+    x, weight = (boxes(kernel.asm["ptx"], number) for number in (0, 1))
+    assert (early.count(TMA), late.count(TMA)) == (weight(early), x(late) + weight(late)) and x(late) and weight(late)
     return before.count("UTMALDG")
+
+
+def boxes(ptx: str, number: int) -> Callable[[str], int]:
+    """How many boxes a piece of a kernel asks for by a descriptor among its parameters: 0 that of x, 1 the weight's."""
+    names = {re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)[number]}
+    for to, source in re.findall(r"\b(?:mov|cvta?)\.\S+\s+(%\w+), (%?\w+);", ptx):
+        if source in names:
+            names.add(to)
+    box = re.compile(rf"{re.escape(TMA)}[^\[]*\[[^\]]*\], \[(%\w+)")
+    return lambda piece: sum(name in names for name in box.findall(piece))
+
+
+def loads_before_its_loop(kernel: Any) -> int:
+    """Boxes asked for in front of it: of all stages but one, where it is pipelined."""
+    return int(kernel.asm["sass"].split("SYNCS.PHASECHK")[0].count("UTMALDG"))
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -302,10 +325,11 @@ def test_bits_do_not_depend_on_the_tile(rows: int, width: int) -> None:
 
 @gpu
 @pytest.mark.parametrize("width", [24, 264, 4096])
-@pytest.mark.parametrize("rows", [1, 5, 16])
-def test_a_weight_at_rest_gives_the_same_bits(rows: int, width: int) -> None:
+@pytest.mark.parametrize("columns", [4000, 6000, 17000, 66000])
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 33, 65, 128])
+def test_a_weight_at_rest_gives_the_same_bits(rows: int, columns: int, width: int) -> None:
     x = draw(rows, width, dtype=BF16, device="cuda")
-    weights = [draw(6000, width, seed=seed, dtype=BF16, device="cuda") for seed in (1, 2)]
+    weights = [draw(columns, width, seed=seed, dtype=BF16, device="cuda") for seed in (1, 2)]
     used, ids = torch.empty_like(weights[0]), torch.arange(rows, device="cuda")
     wanted = [det_gemm(x, weight) for weight in weights]
     for turn in range(50):
