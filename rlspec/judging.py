@@ -287,13 +287,20 @@ def unedited(path: Path, report: dict[str, Any]) -> dict[str, Any]:
         and named.isdisjoint(CELLS)
         and not (report.get("measured") or report.get("seal"))
     ):
-        beside = (path.parent / "plan.json").is_file() and any(path.parent.glob("*.records.jsonl"))
-        if beside and not _is_blocked(report):
-            _agree(path, report, rejudge(runs.find(runs.root(Path.cwd()), str(path.parent))))
-        return report
-    derived = _not_run(path, report) if _is_blocked(report) else _from_measured(path, report, None)
+        if _is_blocked(report) or not _has_records(path.parent, report):
+            return report
+        derived = rejudge(runs.find(runs.root(Path.cwd()), str(path.parent)))
+    else:
+        derived = _not_run(path, report) if _is_blocked(report) else _from_measured(path, report, None)
     _agree(path, report, derived)
     return _in_words_of(derived, report)
+
+
+def _has_records(folder: Path, report: Mapping[str, Any]) -> bool:
+    """Whether a report lies in the folder of its run, and what its arms recorded is there, or in the spec's files."""
+    given = [Path(arm["log"]) for arm in report["arms"] if arm["log"]]
+    recorded = any(folder.glob("*.records.jsonl")) or (bool(given) and all(file.is_file() for file in given))
+    return recorded and (folder / "plan.json").is_file()
 
 
 def _agree(path: Path, report: Mapping[str, Any], derived: Mapping[str, Any]) -> None:

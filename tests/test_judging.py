@@ -348,6 +348,24 @@ def test_parity_of_two_files_the_rollout_first(here):
     assert judged("out.json")["verdicts"] == made["verdicts"]
 
 
+def test_a_report_of_parity_says_what_the_files_of_the_spec_give(here):
+    done = rlspec("run", parity(here / "work"))
+    path = run_folder() / "report.json"
+    stands = json.loads(path.read_text())
+    assert rlspec("report", path).out == done.out
+    first, *others = stands["verdicts"]
+    path.write_text(json.dumps({**stands, "verdicts": [{**first, "statistic": 0.05}, *others]}))
+    told = rlspec("report", path).out
+    assert "0.05 " not in told and "the report\n      says others" in told
+    forged = {**first, "status": "FAIL" if first["status"] == "PASS" else "PASS"}
+    outcome = {"outcome": "FAIL", "exit_code": 1} if forged["status"] == "FAIL" else {"outcome": "PASS", "exit_code": 0}
+    path.write_text(json.dumps({**stands, **outcome, "verdicts": [forged, *others]}))
+    assert "is not what its measurements give" in rlspec("report", path).err
+    for arm in stands["arms"]:
+        Path(arm["log"]).unlink()
+    assert rlspec("report", path).err == ""  # nothing is left to derive it from
+
+
 def test_parity_wants_two_different_files(here):
     a = tokens(here / "a.jsonl")
     assert "takes two files" in refused(a, "--kind", "parity")
