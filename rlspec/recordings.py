@@ -200,8 +200,10 @@ class WandbFiles(Recording):
             if at + _WANDB_HEADER > len(raw):
                 break
             checksum, length, kind = struct.unpack("<IHB", raw[at : at + _WANDB_HEADER])
-            if kind == 0:  # the writer filled up its block
-                at += left
+            if kind == 0:
+                if any(raw[at : at + left]):
+                    raise BadLine("*", f"{file.name} is damaged at byte {at}: a record of no kind")
+                at += left  # the writer filled up its block
                 continue
             body = raw[at + _WANDB_HEADER : at + _WANDB_HEADER + length]
             if len(body) < length:

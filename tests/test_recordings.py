@@ -140,8 +140,13 @@ def test_wandb_files_that_are_cut_off_or_damaged(offline, tmp_path):
     path.write_bytes(whole[:70000])
     run = read(path, "wandb", ARM)
     assert 1 < len(run.series["train/loss"].steps) < 2001 and not run.faults and "cut off" in run.notes[0]
-    path.write_bytes(whole[:60000] + bytes([whole[60000] ^ 1]) + whole[60001:])
-    assert "checksum" in read(path, "wandb", ARM).faults["*"]
+    at = 7
+    while at < 60000:  # to the first record behind it
+        left = 32768 - at % 32768
+        at += left if left < 7 or not whole[at + 6] else 7 + int.from_bytes(whole[at + 4 : at + 6], "little")
+    for place, told in ((at + 6, "no kind"), (at + 9, "checksum")):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert told in read(path, "wandb", ARM).faults["*"]
     path.write_bytes(whole[:7])
     assert "no step line" in read(path, "wandb", ARM).faults["*"]
     (tmp_path / "run-y.wandb").write_bytes(whole)
