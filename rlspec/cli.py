@@ -572,8 +572,8 @@ def report_(run: str, outputs: tuple[Path, ...], verbose: bool, portable: bool) 
 
     RUN is the folder of a run, its name, or a report.json. Refuses one that
     was edited: its verdicts are derived again from the measurements, which a
-    report of operators or of a chain holds, and of other kinds the records
-    beside it. Without records only that it agrees with itself is checked.
+    report of operators or of a chain holds, and of other kinds the records of
+    its run. Without records only that it agrees with itself is checked.
     """
     from rlspec import judging, report, runs
 
